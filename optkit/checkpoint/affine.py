@@ -1,0 +1,98 @@
+"""The one home of the scale / zero-point formula.
+
+``w ≈ (code - zero_point) * scale`` with ``code`` in ``[0, 2**b - 1]`` (scheme.py). Weights are ``[O, I]``, grouped as ``[O, G, g]`` where
+``g = I / G``; scales ``[O, G]`` float, zero points ``[O, G]`` uint8 or ``None`` for the fixed mid-range one. All functions
+compute in float32 and are pure.
+
+Symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 2**(b-1)`` maps ``m`` to
+code 0 and uses all ``2**b`` codes; ``amax / (2**(b-1) - 1)`` would leave one unused and costs about 13 % more squared error at 4 bits.
+A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optkit.scheme import QuantScheme
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized matrix.
+
+    Attributes:
+        codes: ``[O, I]`` uint8, unsigned codes.
+        scale: ``[O, G]`` floating point, may be negative when symmetric.
+        zero_point: ``[O, G]`` uint8, or ``None`` when symmetric.
+        scheme: how.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    scheme: QuantScheme
+
+    def __post_init__(self) -> None:
+        rows, inputs = self.codes.shape
+        groups = self.scheme.groups(inputs)
+        if self.codes.dtype != torch.uint8:
+            raise TypeError(f"codes are uint8, not {self.codes.dtype}")
+        if tuple(self.scale.shape) != (rows, groups):
+            raise ValueError(f"scale has shape {tuple(self.scale.shape)}, and {(rows, groups)} is needed")
+        if (self.zero_point is None) != self.scheme.symmetric:
+            raise ValueError("a zero point goes with an asymmetric scheme, and only with one")
+        if self.zero_point is not None and tuple(self.zero_point.shape) != (rows, groups):
+            raise ValueError(f"zero_point has shape {tuple(self.zero_point.shape)}, and {(rows, groups)} is needed")
+
+
+def grouped(weight: Tensor, scheme: QuantScheme) -> Tensor:
+    """``[O, I]`` -> ``[O, G, g]``."""
+    return weight.unflatten(-1, (scheme.groups(weight.shape[-1]), -1))
+
+
+def signed_peak(groups: Tensor) -> Tensor:
+    """The signed value of the largest magnitude of each group, ``[O, G, g]`` -> ``[O, G]``."""
+    index = groups.abs().argmax(-1, keepdim=True)
+    return groups.gather(-1, index).squeeze(-1)
+
+
+def safe_scale(scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
+    """``scale`` as ``storage`` can hold it; what is zero, not finite or underflows there becomes 1."""
+    stored = scale.to(storage).float()
+    usable = stored.isfinite() & (stored != 0)
+    return torch.where(usable, stored, torch.ones_like(stored))
+
+
+def range_scale(weight: Tensor, scheme: QuantScheme, storage: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point from the range of each group: signed full range, or min/max (zero included) when asymmetric."""
+    groups = grouped(weight.float(), scheme)
+    if scheme.symmetric:
+        return safe_scale(signed_peak(groups) / -scheme.zero_point, storage), None
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = safe_scale((high - low) / scheme.code_max, storage)
+    return scale, (-low / scale).round().clamp(0, scheme.code_max).to(torch.uint8)
+
+
+def quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> QuantizedWeight:
+    """Rounds ``weight [O, I]`` to the nearest code of the given grid."""
+    offset = float(scheme.zero_point) if zero_point is None else zero_point.float().unsqueeze(-1)
+    codes = (grouped(weight.float(), scheme) / scale.float().unsqueeze(-1)).add_(offset).round_()
+    codes = codes.clamp_(0, scheme.code_max).to(torch.uint8).flatten(-2)
+    return QuantizedWeight(codes, scale, zero_point, scheme)
+
+
+def dequantize(quantized: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[O, I]`` weights of a quantized matrix: float32 arithmetic, one rounding to ``dtype`` at the end."""
+    scheme = quantized.scheme
+    codes = grouped(quantized.codes.float(), scheme)
+    zero_point = quantized.zero_point
+    offset = float(scheme.zero_point) if zero_point is None else zero_point.float().unsqueeze(-1)
+    return ((codes - offset) * quantized.scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def fake_quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> Tensor:
+    """``dequantize(quantize(weight))`` in ``weight``'s dtype."""
+    return dequantize(quantize(weight, scale, zero_point, scheme), weight.dtype)

@@ -1,0 +1,129 @@
+"""Names, dtypes and symbolic axes of an exported graph: the contract between ``export`` and ``runtime``.
+
+Names are the ones optimum, onnxruntime-genai and transformers.js expect: ``input_ids``, ``attention_mask``,
+``past_key_values.{i}.key`` / ``.value``, ``present.{i}.key`` / ``.value``, ``logits``. A graph keeps one of these *layouts*:
+
+``slots``    (target ``ort`` and ``onnx``) Rows are right padded; a token's position is its slot in the cache. ``attention_mask [B, T]`` has a
+             row's valid length as its number of ones (ones first). A first prompt has ``T == S``. With a past, the new tokens of row ``b``
+             go to slots ``sum(mask[b]) - S ..``; B = 1, or S = 1. ``past`` may be larger than T: the buffer is then updated in place and
+             ``present`` is bound to the very same memory.
+``chunks``   (target ``ort``) ``past_lens [B]`` and ``query_lens [B]`` instead of the mask: every row brings ``query_lens[b]`` (0..S) new tokens
+             and has ``past_lens[b]`` in the cache, so prefill, decode and idle rows share a run. Cache buffers as in ``slots``.
+``scatter``  (targets ``tensorrt`` and ``onnx``) ``position_ids [B, S]``, ``write_indices [B]``; caches have a static ``S_max``.
+``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask`` (the fallback, and what other exporters write).
+
+``logits_positions [1 or B, N]`` is an optional input (an ONNX initializer that may be overridden; default ``[[-1]]``): which of the
+new tokens get logits. ``-1`` is the row's last valid one, ``-2`` the one before it; ``0..S-1`` count from the left. ``logits`` is ``[B, N, V]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+LAYOUTS = ("slots", "chunks", "scatter", "growing")
+
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+POSITION_IDS = "position_ids"
+WRITE_INDICES = "write_indices"
+PAST_LENS = "past_lens"
+QUERY_LENS = "query_lens"
+LOGITS_POSITIONS = "logits_positions"
+LOGITS = "logits"
+
+BATCH = "batch_size"
+SEQUENCE = "sequence_length"
+TOTAL = "total_sequence_length"
+PAST = "past_sequence_length"
+PRESENT = "present_sequence_length"
+LOGITS_COUNT = "logits_count"
+
+
+def past_name(layer: int, role: str) -> str:
+    return f"past_key_values.{layer}.{role}"
+
+
+def present_name(layer: int, role: str) -> str:
+    return f"present.{layer}.{role}"
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One cache tensor of one layer.
+
+    Attributes:
+        layer: layer index.
+        role: ``key``, ``value``, or the name of a fixed-size state (``conv_state``, ``recurrent_state``).
+        shape: sizes with the batch first; the growing axis of a key/value cache holds ``None``.
+        dtype: numpy name, for instance ``float32``.
+        window: attention window in tokens (the current token included), or ``None``.
+    """
+
+    layer: int
+    role: str
+    shape: tuple[int | None, ...]
+    dtype: str
+    window: int | None = None
+
+    @property
+    def past(self) -> str:
+        return past_name(self.layer, self.role)
+
+    @property
+    def present(self) -> str:
+        return present_name(self.layer, self.role)
+
+    @property
+    def growing_axis(self) -> int | None:
+        """The axis of the cached length, ``None`` for a fixed-size state. The batch axis is 0 and holds ``None`` as well."""
+        axes = [i for i, n in enumerate(self.shape) if i and n is None]
+        return axes[0] if axes else None
+
+    def sizes(self, batch: int, length: int) -> tuple[int, ...]:
+        """The concrete shape for ``batch`` rows and ``length`` cached tokens."""
+        return (batch, *(length if n is None else n for n in self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What a graph takes and gives.
+
+    Attributes:
+        layout: one of :data:`LAYOUTS`.
+        caches: every cache tensor, in input order.
+        logits_dtype: numpy name of the logits.
+        optional_logits_positions: the graph has the ``logits_positions`` input.
+        max_seq_len: positions the graph supports (rotary tables, or the static cache length).
+    """
+
+    layout: str
+    caches: tuple[CacheSpec, ...]
+    logits_dtype: str
+    max_seq_len: int
+    optional_logits_positions: bool = True
+    extra_inputs: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout {self.layout!r}: one of {', '.join(LAYOUTS)}")
+
+    @property
+    def recurrent(self) -> bool:
+        """Has fixed-size state, which cannot be truncated."""
+        return any(c.growing_axis is None for c in self.caches)
+
+    def cache_bytes(self, batch: int, length: int) -> int:
+        import math
+
+        width = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int64": 8, "float64": 8}
+        return sum(math.prod(c.sizes(batch, length)) * width[c.dtype] for c in self.caches)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GraphSpec:
+        caches = tuple(CacheSpec(**{**c, "shape": tuple(c["shape"])}) for c in data["caches"])
+        return cls(**{**data, "caches": caches, "extra_inputs": tuple(data.get("extra_inputs", ()))})

@@ -1,0 +1,1 @@
+"""Hollow: import the module you need."""
