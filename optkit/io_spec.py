@@ -3,17 +3,19 @@
 Names are the ones optimum, onnxruntime-genai and transformers.js expect: ``input_ids``, ``attention_mask``,
 ``past_key_values.{i}.key`` / ``.value``, ``present.{i}.key`` / ``.value``, ``logits``. A graph keeps one of these *layouts*:
 
-``slots``    (target ``ort`` and ``onnx``) Rows are right padded; a token's position is its slot in the cache. ``attention_mask [B, T]`` has a
+``slots``    (targets ``ort`` and ``onnx``) Rows are right padded; a token's position is its slot in the cache. ``attention_mask [B, T]`` has a
              row's valid length as its number of ones (ones first). A first prompt has ``T == S``. With a past, the new tokens of row ``b``
-             go to slots ``sum(mask[b]) - S ..``; B = 1, or S = 1. ``past`` may be larger than T: the buffer is then updated in place and
-             ``present`` is bound to the very same memory.
+             go to slots ``sum(mask[b]) - S ..``; B = 1, or S = 1. ``past`` has a capacity ``P >= T`` chosen by the caller; the graph writes the
+             new slots, ``present`` has the same shape and is bound to the very same memory.
 ``chunks``   (target ``ort``) ``past_lens [B]`` and ``query_lens [B]`` instead of the mask: every row brings ``query_lens[b]`` (0..S) new tokens
              and has ``past_lens[b]`` in the cache, so prefill, decode and idle rows share a run. Cache buffers as in ``slots``.
-``scatter``  (targets ``tensorrt`` and ``onnx``) ``position_ids [B, S]``, ``write_indices [B]``; caches have a static ``S_max``.
-``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask`` (the fallback, and what other exporters write).
+``scatter``  (target ``tensorrt``) ``position_ids [B, S]``, ``write_indices [B]``; caches have a static length ``S_max`` = max_seq_len.
+``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask [B, P + S]`` (the fallback for models whose own
+             attention code assumes it, and what other exporters write).
 
-``logits_positions [1 or B, N]`` is an optional input (an ONNX initializer that may be overridden; default ``[[-1]]``): which of the
-new tokens get logits. ``-1`` is the row's last valid one, ``-2`` the one before it; ``0..S-1`` count from the left. ``logits`` is ``[B, N, V]``.
+``logits_positions [N]`` int64 is an optional input (an ONNX initializer that may be overridden; default ``[-1]``): which of the new tokens
+get logits, the same for every row. ``-1`` is the row's last valid one, ``-2`` the one before it; ``0..S-1`` count from the left.
+``logits`` is ``[B, N, V]``. All inputs of integers are int64.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ class GraphSpec:
         logits_dtype: numpy name of the logits.
         optional_logits_positions: the graph has the ``logits_positions`` input.
         max_seq_len: positions the graph supports (rotary tables, or the static cache length).
+        rope_switch: length in tokens above which the model uses another rotary table for *all* positions (longrope): a session
+            whose row grows past it re-reads the row's tokens in one prefill; ``None`` for every other model.
     """
 
     layout: str
@@ -103,6 +107,7 @@ class GraphSpec:
     logits_dtype: str
     max_seq_len: int
     optional_logits_positions: bool = True
+    rope_switch: int | None = None
     extra_inputs: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
