@@ -100,15 +100,28 @@ class QuantLinear(nn.Module):
 
 
 class QuantEmbedding(nn.Module):
-    """``ids [...] -> [..., I]``: rows of a quantized ``[V, I]`` table, in the scale's dtype, times an optional constant."""
+    """``ids [...] -> [..., I]``: rows of a quantized ``[V, I]`` table in ``dtype``, times a constant ``factor``.
+
+    ``dtype`` is the scale's when not given.
+    """
 
     weight_packed: Tensor
     weight_scale: Tensor
     weight_zero_point: Tensor | None
 
-    def __init__(self, packed: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> None:
+    def __init__(
+        self,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        scheme: QuantScheme,
+        factor: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.scheme = scheme
+        self.factor = factor
+        self.dtype = dtype or scale.dtype
         self.num_embeddings = packed.shape[0]
         self.embedding_dim = packed.shape[1] * packed.shape[2] * 8 // scheme.num_bits
         self.group_size = self.embedding_dim // packed.shape[1]
@@ -117,10 +130,13 @@ class QuantEmbedding(nn.Module):
         self.register_buffer("weight_zero_point", zero_point)
 
     @classmethod
-    def from_quantized(cls, quantized: QuantizedWeight) -> QuantEmbedding:
-        return cls(*pack_weight(quantized), quantized.scheme)
+    def from_quantized(
+        cls, quantized: QuantizedWeight, factor: float = 1.0, dtype: torch.dtype | None = None
+    ) -> QuantEmbedding:
+        return cls(*pack_weight(quantized), quantized.scheme, factor, dtype)
 
     def dequantized(self) -> Tensor:
+        """float32 ``[V, I]``, without the factor."""
         return dequantize_packed(self.weight_packed, self.weight_scale, self.weight_zero_point, self.scheme.num_bits)
 
     @property
@@ -131,7 +147,8 @@ class QuantEmbedding(nn.Module):
         flat = ids.reshape(-1)
         zero_point = None if self.weight_zero_point is None else self.weight_zero_point[flat]
         rows = dequantize_packed(self.weight_packed[flat], self.weight_scale[flat], zero_point, self.scheme.num_bits)
-        return rows.to(self.weight_scale.dtype).reshape(*ids.shape, self.embedding_dim)
+        rows = rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
+        return rows if self.factor == 1.0 else rows * self.factor
 
 
 __all__ = ["QuantEmbedding", "QuantLinear", "dequantize", "dequantize_packed", "pack_weight", "unpack_codes", "unpack_weight"]

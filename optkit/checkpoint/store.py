@@ -1,0 +1,368 @@
+"""Tensors on disk: reading safetensors shards one tensor at a time, writing shards, and the compressed-tensors layout.
+
+A safetensors file is ``u64 n``, ``n`` bytes of JSON (name -> dtype, shape, byte range) and the data. The header is read and checked
+against the file's size when a store is opened, so a truncated download is an error with the file's name, and not a crash in the
+middle of a conversion. A tensor is read into memory of its own, without a map of the file: reading a 100 GB checkpoint tensor by
+tensor costs the largest tensor.
+
+Quantized linears are stored as the ``compressed-tensors`` library stores them, with ``code`` unsigned as in scheme.py:
+
+``pack-quantized``  ``weight_packed`` int32 ``[O, ceil(I*b/32)]`` (packing.py, ``int32``), ``weight_scale`` ``[O, G]``, ``weight_shape`` int64 ``[2]``,
+                    and when asymmetric ``weight_zero_point`` int32 ``[ceil(O*b/32), G]``.
+``int-quantized``   ``weight`` int8 ``[O, I]`` (``code - 128``) and ``weight_scale`` ``[O, 1]``: w8a8.
+
+Scales keep their sign: the library computes ``(code - zero_point) * scale`` and never looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optkit import packing
+from optkit.checkpoint.affine import QuantizedWeight
+from optkit.errors import CheckpointError, UnsupportedError
+from optkit.scheme import QuantScheme, matches
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+EMBEDDING_NAME = "quantized_embedding.safetensors"  # codes of a quantized embedding; docs/quantized-checkpoint.md
+SHARD_BYTES = 512 * 2**20
+HEADER_LIMIT = 100 * 10**6  # the format's own limit
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: ``begin`` and ``end`` are absolute byte offsets in ``file``."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: missing, truncated, or not a safetensors file; names the file.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER_LIMIT):
+                raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes); download or copy it again")
+            header = json.loads(handle.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its safetensors header is damaged ({error}); download or copy it again") from error
+    entries = {}
+    for name, item in header.items():
+        if name != "__metadata__":
+            entries[name] = _entry(path, name, item, 8 + length)
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if end > size:
+        raise CheckpointError(f"{path}: truncated: {size} bytes, and its header describes {end}; download or copy it again")
+    return entries
+
+
+def _entry(path: Path, name: str, item: Any, data: int) -> Entry:
+    try:
+        dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: its safetensors header is damaged at {name}; download or copy it again") from error
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{path}: tensor {name} has the data type {dtype}, which optkit does not read")
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{path}: tensor {name} has {end - begin} bytes, which do not make {dtype} {list(shape)}")
+    return Entry(path, DTYPES[dtype], shape, data + begin, data + end)
+
+
+class TensorStore:
+    """Reads tensors by name from one or many safetensors files. Opening it reads the headers only."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = dict(entries)
+
+    @classmethod
+    def open(cls, directory: Path) -> TensorStore:
+        """The store of a HF directory: its index and shards, or its single file.
+
+        Raises:
+            CheckpointError: no weights, a missing shard, a damaged index or file, a tensor the index promises and no shard has.
+        """
+        index = directory / INDEX_NAME
+        if not index.is_file():
+            single = directory / SINGLE_NAME
+            if not single.is_file():
+                raise CheckpointError(
+                    f"{directory}: no {SINGLE_NAME} (nor {INDEX_NAME}) here; optkit reads safetensors weights only"
+                )
+            return cls(read_header(single))
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: damaged ({type(error).__name__}: {error}); download or copy it again") from error
+        entries: dict[str, Entry] = {}
+        for shard in shards:
+            if not (directory / shard).is_file():
+                raise CheckpointError(f"{directory / shard}: missing, though {INDEX_NAME} lists it; download or copy it again")
+            entries.update(read_header(directory / shard))
+        missing = sorted(name for name, shard in weight_map.items() if name not in entries)
+        if missing:
+            raise CheckpointError(
+                f"{index}: promises {missing[0]} ({len(missing)} such), and no shard has it; download it again"
+            )
+        return cls(entries)
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"the checkpoint has no tensor {name}")
+        return self._entries[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.entry(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        entry = self.entry(name)
+        return entry.end - entry.begin
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, in memory of its own."""
+        entry = self.entry(name)
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.end > entry.begin:
+            view = memoryview(out.reshape(-1).view(torch.uint8).numpy()).cast("B")
+            with open(entry.file, "rb", buffering=0) as handle:
+                handle.seek(entry.begin)
+                done = 0
+                while done < len(view):
+                    step = handle.readinto(view[done:])
+                    if not step:
+                        raise CheckpointError(f"{entry.file}: ended inside {name}; download or copy it again")
+                    done += step
+        return out
+
+
+def write_shards(dest: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Writes ``tensors`` into safetensors shards as they come; never holds more than one shard (or one larger tensor).
+
+    Returns the file names: ``model.safetensors``, or the shards beside ``model.safetensors.index.json``.
+    """
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal size
+        save_file(pending, dest / f"shard-{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        count = tensor.numel() * tensor.element_size()
+        if pending and size + count > shard_bytes:
+            flush()
+        pending[name] = tensor.contiguous()
+        size, total = size + count, total + count
+    if pending or not shards:
+        flush()
+    return _name_shards(dest, shards, total)
+
+
+def _name_shards(dest: Path, shards: list[list[str]], total: int) -> list[str]:
+    if len(shards) == 1:
+        (dest / "shard-0.part").rename(dest / SINGLE_NAME)
+        return [SINGLE_NAME]
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    weight_map = {}
+    for i, (file, names) in enumerate(zip(files, shards, strict=True)):
+        (dest / f"shard-{i}.part").rename(dest / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (dest / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return files
+
+
+# compressed-tensors
+
+
+def pack_for_store(quantized: QuantizedWeight) -> dict[str, Tensor]:
+    """A quantized matrix as the tensors of its module: ``weight_packed`` and so on, without the module's name."""
+    scheme, codes = quantized.scheme, quantized.codes
+    if scheme.activation_bits == 8:
+        return {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": quantized.scale}
+    tensors = {
+        "weight_packed": torch.from_numpy(packing.pack_int32(codes.cpu().numpy(), scheme.num_bits)),
+        "weight_scale": quantized.scale,
+        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+    }
+    if quantized.zero_point is not None:
+        words = packing.pack_int32(quantized.zero_point.cpu().numpy(), scheme.num_bits, axis=0)
+        tensors["weight_zero_point"] = torch.from_numpy(words)
+    return tensors
+
+
+def read_quantized(store: TensorStore, module: str, scheme: QuantScheme) -> QuantizedWeight:
+    """The quantized matrix of ``module``, packed codes to codes.
+
+    Raises:
+        CheckpointError: its tensors are missing or do not fit the scheme.
+        UnsupportedError: a layout optkit does not read (inputs reordered by ``weight_g_idx``).
+    """
+    name = f"{module}.weight"
+    if f"{name}_g_idx" in store:
+        raise UnsupportedError(f"{module}: groups in activation order ({name}_g_idx) are not supported")
+    scale = store.get(f"{name}_scale")
+    try:
+        if f"{name}_packed" not in store:
+            codes = (store.get(name).to(torch.int16) + 128).to(torch.uint8)
+            return QuantizedWeight(codes, scale.reshape(codes.shape[0], -1), None, scheme)
+        rows, inputs = (int(n) for n in store.get(f"{name}_shape"))
+        packed = store.get(f"{name}_packed").numpy()
+        codes = torch.from_numpy(packing.unpack_int32(packed, scheme.num_bits, inputs))
+        zero_point = None
+        if not scheme.symmetric:
+            words = store.get(f"{name}_zero_point").numpy()
+            zero_point = torch.from_numpy(packing.unpack_int32(words, scheme.num_bits, rows, axis=0))
+        return QuantizedWeight(codes, scale, zero_point, scheme)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{module}: its stored tensors do not fit {scheme.describe()}: {error}") from error
+
+
+def quantized_modules(store: TensorStore) -> list[str]:
+    """Names of the modules stored quantized."""
+    return [name.removesuffix(".weight_scale") for name in store.names() if name.endswith(".weight_scale")]
+
+
+def _args(scheme: QuantScheme) -> dict[str, Any]:
+    strategy = "channel" if scheme.group_size is None else "group"
+    args: dict[str, Any] = {"num_bits": scheme.num_bits, "type": "int", "symmetric": scheme.symmetric, "strategy": strategy}
+    return {**args, "group_size": scheme.group_size, "dynamic": False}
+
+
+def _group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
+    activations = None
+    if scheme.activation_bits == 8:
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": scheme.dynamic_activations}
+        activations["strategy"] = "token" if scheme.dynamic_activations else "tensor"
+    form = "int-quantized" if scheme.activation_bits == 8 else "pack-quantized"
+    return {
+        "targets": targets,
+        "weights": _args(scheme),
+        "input_activations": activations,
+        "output_activations": None,
+        "format": form,
+    }
+
+
+def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Iterable[str] = ()) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json.
+
+    The scheme of most modules targets ``Linear``; the others name their modules, and come first, for the first match counts.
+
+    Args:
+        schemes: module name -> scheme of the linears stored quantized.
+        ignore: linears that are not.
+    """
+    counts = Counter(schemes.values()).most_common()
+    groups: dict[str, Any] = {}
+    for i, (scheme, _) in enumerate(reversed(counts)):
+        common = scheme == counts[0][0]
+        targets = ["Linear"] if common else [name for name, own in schemes.items() if own == scheme]
+        groups[f"group_{i}"] = _group(scheme, targets)
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": sorted(ignore),
+    }
+
+
+def stored_schemes(config: Mapping[str, Any], store: TensorStore) -> dict[str, QuantScheme]:
+    """Module name -> scheme of everything ``store`` holds quantized, as its ``quantization_config`` says.
+
+    Raises:
+        UnsupportedError: another quantization method, or a kind of quantization that is not integer 4 or 8 bit.
+    """
+    method = config.get("quant_method")
+    if method != "compressed-tensors":
+        raise UnsupportedError(f"checkpoints quantized with {method!r} are not read; optkit reads compressed-tensors ones")
+    groups = list(config.get("config_groups", {}).values())
+    found = {}
+    for module in quantized_modules(store):
+        group = next(
+            (g for g in groups if matches(module, [t for t in g["targets"] if t not in ("Linear", "Embedding")])), None
+        )
+        group = group or next((g for g in groups if "Linear" in g["targets"]), None)
+        if group is None:
+            raise CheckpointError(f"{module} is stored quantized, and no group of quantization_config covers it")
+        found[module] = _scheme(module, group)
+    return found
+
+
+def _scheme(module: str, group: Mapping[str, Any]) -> QuantScheme:
+    weights, activations = group["weights"], group.get("input_activations")
+    strategy = weights.get("strategy")
+    fits = weights.get("type", "int") == "int" and weights["num_bits"] in (4, 8) and strategy in ("group", "channel")
+    fits = fits and (activations is None or (activations.get("type", "int") == "int" and activations["num_bits"] == 8))
+    if not fits:
+        raise UnsupportedError(
+            f"{module}: {weights['num_bits']}-bit {weights.get('type')} weights by {strategy} are not supported"
+        )
+    return QuantScheme(
+        num_bits=weights["num_bits"],
+        symmetric=weights.get("symmetric", True),
+        group_size=weights["group_size"] if strategy == "group" else None,
+        activation_bits=16 if activations is None else 8,
+        dynamic_activations=True if activations is None else bool(activations.get("dynamic")),
+    )
+
+
+def read_tensors(store: TensorStore, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` one after the other."""
+    for name in names:
+        yield name, store.get(name)
