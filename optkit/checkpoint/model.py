@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import json
 import os
 import shutil
@@ -47,6 +48,7 @@ from optkit.checkpoint import files
 from optkit.checkpoint.affine import QuantizedWeight
 from optkit.checkpoint.modules import (
     PACKED,
+    computes_linear,
     meta_parameters,
     meta_quantized,
     replace_module,
@@ -205,6 +207,10 @@ class Checkpoint:
             with quiet(), no_init_weights(), meta_parameters():
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
                 model.tie_weights()
+                if dtype != torch.float32:  # tables are computed in float32 and then rounded, as from_pretrained does it
+                    exact = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+                    for mine, buffer in zip(model.buffers(), exact.buffers(), strict=True):
+                        mine.copy_(buffer)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UnsupportedError(f"{self.given}: transformers {transformers.__version__}: {reason[:200]}") from error
@@ -419,9 +425,10 @@ def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: _matrix(module) for name, module in model.named_modules() if _is_linear(module) and module is not head}
 
 
-def _is_linear(module: nn.Module) -> bool:
-    kinds = [kind for kind in (nn.Linear, Conv1D) if isinstance(module, kind)]
-    return bool(kinds) and type(module).forward is kinds[0].forward
+def _is_linear(module: Any) -> bool:
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward or computes_linear(module)
+    return isinstance(module, Conv1D)
 
 
 def convert_gguf(path: Path) -> Path:
@@ -442,6 +449,7 @@ def convert_gguf(path: Path) -> Path:
         staging = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=final.parent))
         try:
             _write_gguf(path, staging)
+            staging.chmod(0o755)
             with contextlib.suppress(OSError):  # another process was first: its directory is as good
                 os.rename(staging, final)
         finally:
@@ -452,7 +460,7 @@ def convert_gguf(path: Path) -> Path:
 def _write_gguf(path: Path, dest: Path) -> None:
     where, name = str(path.parent), path.name
     try:
-        with quiet():
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader has a progress bar of its own
             tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
             model: Any = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, dtype=torch.float16, quantization_config=GgufConfig(dequantize=True)

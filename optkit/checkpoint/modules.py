@@ -83,6 +83,22 @@ def _ramp(dtype: torch.dtype, width: int) -> Tensor:
     return torch.arange(3, dtype=dtype).unsqueeze(1).repeat(1, width)
 
 
+def computes_linear(module: nn.Linear) -> bool:
+    """Does a subclass of ``nn.Linear`` with a ``forward`` of its own still compute ``x @ W.T + b``? Tried on small random weights."""
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.copy(module)
+    weight, x = (torch.randn(n, 7, generator=generator, dtype=torch.float64) for n in (5, 2))
+    bias = None if module.bias is None else torch.randn(5, generator=generator, dtype=torch.float64)
+    own = {"weight": weight, "bias": bias}
+    probe._parameters = {
+        k: v if k not in own or own[k] is None else nn.Parameter(own[k]) for k, v in module._parameters.items()
+    }
+    try:
+        return torch.allclose(probe(x), nn.functional.linear(x, weight, bias), rtol=1e-9, atol=1e-9)
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+
+
 def meta_quantized(module: nn.Module, scheme: QuantScheme, dtype: torch.dtype, outputs: int, inputs: int) -> nn.Module:
     """The quantized twin of a linear or embedding with ``[outputs, inputs]`` weights, on the meta device.
 

@@ -27,10 +27,12 @@ def model_spec(config: Any, directory: Path, tied: bool) -> ModelSpec:
     """
     heads = _number(config, "num_attention_heads", "n_heads") or 0
     kv_heads = _number(config, "num_key_value_heads", "num_kv_heads")
-    if kv_heads is None:
-        kv_heads = 1 if getattr(config, "multi_query", False) else heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1
+    elif kv_heads is None:
+        kv_heads = heads
     hidden = _number(config, "hidden_size", "d_model") or 0
-    head_dim = _number(config, "head_dim") or (hidden // heads if heads else 0)
+    head_dim = (_number(config, "head_dim") or hidden // heads) if heads else 0
     generation = _json(directory / "generation_config.json")
     return ModelSpec(
         model_type=str(getattr(config, "model_type", "")),
