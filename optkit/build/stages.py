@@ -202,7 +202,7 @@ def weight_bytes(model: str) -> int:
     from optkit.checkpoint.model import open_checkpoint
 
     tensors = open_checkpoint(model).tensors
-    return sum(tensors.entry(name).end - tensors.entry(name).begin for name in tensors)
+    return sum(tensors.nbytes(name) for name in tensors.names())
 
 
 def stream_sample(session: Any, prompt: str, max_new_tokens: int, stream: TextIO | None) -> str:

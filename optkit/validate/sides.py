@@ -52,17 +52,16 @@ def vocab_size(session: Any) -> int:
 
 def encoder(session: Any) -> Callable[[str], Sequence[int]] | None:
     """Text to ids without special tokens, or ``None`` if the session has no tokenizer."""
-    tokenizer = getattr(session, "tokenizer", None)
-    if tokenizer is None:
+    if not getattr(session, "has_tokenizer", False):
         return None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return lambda text: session.tokenizer.encode(text, add_special_tokens=False)
 
 
 def all_logits(session: Any, ids: IntArray) -> npt.NDArray[Any]:
     """Logits ``[S, V]`` of every position of one row ``ids [S]``."""
     lengths = np.array([len(ids)], dtype=np.int64)
     session.reset()
-    logits: npt.NDArray[Any] = session.prefill(ids[None, :], lengths, all_positions=True)[0]
+    logits: npt.NDArray[Any] = session.prefill(ids[None, :], lengths, logits="all")[0]
     return logits
 
 
