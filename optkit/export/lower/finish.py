@@ -1,0 +1,89 @@
+"""From torch.onnx's model to the written file: real weights behind the initializers, clean-ups, external data.
+
+Every initializer is external, in one ``<name>.data`` file written tensor by tensor, so neither the graph file nor memory ever
+holds the weights: protobuf's 2 GB limit cannot be met, and peak memory is the largest tensor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from onnx_ir import tensor_adapters
+from onnx_ir.passes import common
+from onnxscript import optimizer
+
+from optkit.errors import VerificationError
+from optkit.export.lower import passes
+from optkit.export.weights import Weights
+from optkit.io_spec import GraphSpec
+
+_FOLD_BYTES = 1024  # constants up to this size are folded; weights never are
+
+
+def attach_weights(model: ir.Model, weights: Weights) -> dict[str, str]:
+    """Puts readers behind the initializers that stand for hollow tensors; returns initializer -> identity of its data.
+
+    Raises:
+        VerificationError: an initializer without data.
+    """
+    source: dict[str, str] = {}
+    for name, value in model.graph.initializers.items():
+        raw = getattr(value.const_value, "raw", None)
+        if not isinstance(raw, torch.Tensor):
+            continue
+        if raw.is_meta:
+            raise VerificationError(f"initializer {name} has no data: the exporter lost track of a weight")
+        if raw.numel() == 0:
+            continue
+        source[name] = f"{raw.data_ptr()}:{raw.dtype}:{tuple(raw.shape)}"
+        hollow = weights.find(raw)
+        if hollow is not None:
+            read = hollow.read
+            value.const_value = ir.LazyTensor(
+                lambda r=read, n=name: tensor_adapters.TorchTensor(r().contiguous(), name=n),
+                dtype=tensor_adapters.from_torch_dtype(raw.dtype),
+                shape=ir.Shape(list(raw.shape)),
+                name=name,
+            )
+            hollow_names = value.metadata_props
+            hollow_names["optkit.tensor"] = hollow.name
+    return source
+
+
+def fold(model: ir.Model) -> None:
+    """Shape arithmetic and small constants computed now; duplicates merged; unused nodes dropped."""
+    optimizer.fold_constants(model, input_size_limit=_FOLD_BYTES, output_size_limit=_FOLD_BYTES)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass(size_limit=_FOLD_BYTES)(model)
+    passes.tidy(model)
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Writes ``path`` and ``path.data``; tensors are made one at a time."""
+    ir.save(model, path, external_data=path.name + ".data", size_threshold_bytes=_FOLD_BYTES)
+
+
+def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
+    """The clean-ups of target ``ort`` in their order."""
+    passes.move_simplified_norm(model)
+    source = attach_weights(model, weights)
+    tied = {name for name in source if list(source.values()).count(source[name]) > 1}
+    passes.share_tensors(model.graph, source)
+    passes.name_interface(model, spec)
+    fold(model)
+    passes.transpose_linears(model.graph, tied)
+    passes.cancel_transposes(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    passes.cancel_reshapes(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    passes.fuse_skip_norms(model.graph)
+    passes.pack_siblings(model.graph)
+    passes.tidy(model)
+    passes.default_logits_positions(model)
+    if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
+        model.opset_imports["com.microsoft"] = 1
+    else:
+        model.opset_imports.pop("com.microsoft", None)
+    return model

@@ -1,0 +1,431 @@
+"""Replaces modules of a model by ours, each only after behaving the same on random numbers.
+
+* RMSNorm: a module with one 1-D weight and an epsilon whose output equals ``x/rms(x)·w`` or ``·(1+w)``;
+* rotary embedding: a module without parameters called with ``position_ids`` whose output is a table lookup; and the modeling
+  file's ``apply_rotary*`` functions, classified as rotate-halves or rotate-pairs over all or the first dimensions;
+* linears and embeddings: by type, ``nn.Linear`` and the quantized modules of checkpoint/quant_linear.py;
+* experts behind transformers' experts interface whose gate behaves like ``gate·σ(alpha·gate)·(up + beta)``.
+
+Whatever does not pass its probe stays the model's own code: slower, and as correct.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
+from optkit.export import ops
+from optkit.export.provenance import Capture
+from optkit.export.weights import Weights
+
+_OPS = torch.ops.optkit
+
+
+class ExportRMSNorm(nn.Module):
+    """``x [..., E] -> x / sqrt(mean(x²) + eps) · weight``, computed in float32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OPS.rms_norm(x, self.weight, self.eps)
+
+
+class ExportLinear(nn.Module):
+    """``nn.Linear`` as one op; shares the parameters."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OPS.linear(x, self.weight, self.bias)
+
+
+class ExportQuantLinear(nn.Module):
+    """:class:`QuantLinear` as one op; shares the buffers."""
+
+    def __init__(self, inner: QuantLinear) -> None:
+        super().__init__()
+        self.num_bits, self.out_features, self.in_features = inner.scheme.num_bits, inner.out_features, inner.in_features
+        for name in ("weight_packed", "weight_scale", "weight_zero_point", "bias"):
+            self.register_buffer(name, getattr(inner, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OPS.quant_linear(x, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias, self.num_bits)
+
+
+class ExportQuantEmbedding(nn.Module):
+    """:class:`QuantEmbedding` as one op; shares the buffers. ``post`` is what the original module does with the rows."""
+
+    def __init__(self, inner: QuantEmbedding) -> None:
+        super().__init__()
+        self.num_bits = inner.scheme.num_bits
+        for name in ("weight_packed", "weight_scale", "weight_zero_point"):
+            self.register_buffer(name, getattr(inner, name))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _OPS.quant_embedding(ids, self.weight_packed, self.weight_scale, self.weight_zero_point, self.num_bits)
+
+
+class WantedPositions(nn.Module):
+    """Before the output projection: only the positions asked for reach it."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        capture = Capture.current
+        if capture is not None and capture.logits_positions is not None:
+            hidden = _OPS.take_positions(hidden, capture.logits_positions, capture.tokens.query_lens)
+        return self.head(hidden)
+
+
+def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """``(parent, name, child)`` of every submodule, safe against replacement while iterating."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            yield parent, name, child
+
+
+def replace_norms(model: nn.Module, weights: Weights) -> int:
+    """Swaps RMS norms; returns how many."""
+    count = 0
+    for parent, name, module in children(model):
+        found = _rms_norm(module, weights)
+        if found is not None:
+            setattr(parent, name, found)
+            count += 1
+    return count
+
+
+def _rms_norm(module: nn.Module, weights: Weights) -> ExportRMSNorm | None:
+    parameters = list(module.named_parameters(recurse=False))
+    if len(parameters) != 1 or parameters[0][1].dim() != 1 or list(module.children()):
+        return None
+    eps = next((getattr(module, a) for a in ("variance_epsilon", "eps", "epsilon") if isinstance(getattr(module, a, None), float)), None)
+    if eps is None:
+        return None
+    name, weight = parameters[0]
+    generator = torch.Generator().manual_seed(0)
+    trial = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    x = torch.randn(2, 3, weight.numel(), generator=generator).to(weight.dtype)
+    try:
+        got = torch.func.functional_call(module, {name: trial}, (x,))
+    except (TypeError, RuntimeError):
+        return None
+    if not isinstance(got, Tensor) or got.shape != x.shape:
+        return None
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    for effective, offset in ((trial, 0), (1 + trial, 1)):
+        if torch.allclose(got.float(), ops.rms_norm(x, effective, eps).float(), atol=tolerance, rtol=10 * tolerance):
+            return ExportRMSNorm(weights.value(weight) + offset, eps)
+    return None
+
+
+def replace_linears(model: nn.Module) -> int:
+    """Every linear and quantized module becomes one op; returns how many linears."""
+    count = 0
+    for parent, name, module in children(model):
+        if isinstance(module, QuantLinear):
+            setattr(parent, name, ExportQuantLinear(module))
+        elif isinstance(module, QuantEmbedding) and type(module).forward is QuantEmbedding.forward:
+            setattr(parent, name, ExportQuantEmbedding(module))
+            continue
+        elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            setattr(parent, name, ExportLinear(module.weight, module.bias))
+        else:
+            continue
+        count += 1
+    return count
+
+
+def wrap_head(model: nn.Module) -> None:
+    """Puts :class:`WantedPositions` before the output projection."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for parent, name, module in children(model):
+        if module is head:
+            setattr(parent, name, WantedPositions(module))
+            return
+
+
+# Rotary embeddings
+
+
+class ExportRotary(nn.Module):
+    """The model's rotary module as tables ``[positions, R/2]``, filled by itself.
+
+    ``switch``: the length above which the module answers from another table (longrope), or ``None``. Rows whose length after
+    this step exceeds it read the second half of a table of twice the length.
+    """
+
+    def __init__(self, inner: nn.Module, max_seq_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._inner = [inner]  # a list, so that it is not a submodule
+        self.max_seq_len, self.dtype = max_seq_len, dtype
+        self.tables: dict[Any, tuple[str, str, int | None]] = {}
+
+    def original(self, count: int, *args: Any, **kwargs: Any) -> Any:
+        """What the module answers for positions ``0..count-1``."""
+        with torch.no_grad():
+            return self._inner[0](torch.zeros(1, 1, 1, dtype=self.dtype), torch.arange(count)[None], *args, **kwargs)
+
+    def table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, str, int | None]:
+        """``(cos, sin, layout, switch)`` for a call with these further arguments."""
+        key = (args, tuple(sorted(kwargs.items())))
+        if key not in self.tables:
+            cos, sin, layout = compact(self.original(self.max_seq_len, *args, **kwargs))
+            switch = self._switch(cos, args, kwargs)
+            if switch is not None:
+                below = compact(self.original(switch, *args, **kwargs))
+                pad = torch.zeros(self.max_seq_len - switch, cos.shape[1], dtype=cos.dtype)
+                cos, sin = torch.cat([below[0], pad, cos]), torch.cat([below[1], pad, sin])
+            prefix = f"table{len(self.tables)}"
+            self.register_buffer(prefix + "_cos", cos.contiguous().clone(), persistent=False)
+            self.register_buffer(prefix + "_sin", sin.contiguous().clone(), persistent=False)
+            self.tables[key] = (prefix, layout, switch)
+        prefix, layout, switch = self.tables[key]
+        return getattr(self, prefix + "_cos"), getattr(self, prefix + "_sin"), layout, switch
+
+    def _switch(self, cos: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Where answers change with the number of positions: ``None`` (nowhere), or the last length of the first table.
+
+        Raises:
+            ValueError: the answers depend on the length in another way (dynamic scaling), so no table holds them.
+        """
+
+        def same(count: int, reference: Tensor) -> bool:
+            return torch.equal(compact(self.original(count, *args, **kwargs))[0], reference[:count])
+
+        probes = sorted({2, 3, *(n for p in range(2, 24) if (n := 2**p) < self.max_seq_len), self.max_seq_len - 1})
+        differing = [n for n in probes if n <= self.max_seq_len and not same(n, cos)]
+        if not differing:
+            return None
+        low, high = differing[-1], min((n for n in probes if n > differing[-1]), default=self.max_seq_len)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if same(middle, cos) else (middle, high)
+        below = compact(self.original(low, *args, **kwargs))[0]
+        if not all(same(n, below) for n in probes if n <= low) or not all(same(n, cos) for n in probes if n > low):
+            raise ValueError("its angles depend on the sequence length at every length")
+        return low
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        capture = Capture.current
+        if capture is None:
+            return self._inner[0](x, position_ids, *args, **kwargs)
+        cos_table, sin_table, layout, switch = self.table(args, kwargs)
+        rows = position_ids
+        if switch is not None:
+            total = (capture.tokens.past_lens + capture.tokens.query_lens)[:, None]
+            rows = position_ids + torch.where(total > switch, self.max_seq_len, 0)
+        half_cos, half_sin = nn.functional.embedding(rows, cos_table), nn.functional.embedding(rows, sin_table)
+        cos, sin = expand(half_cos, layout).to(x.dtype), expand(half_sin, layout).to(x.dtype)
+        record = {"cos": cos_table, "sin": sin_table, "positions": rows, "layout": layout}
+        if layout == "complex":
+            return capture.tag(torch.complex(half_cos, half_sin), "angles", **record)
+        capture.tag(cos, "angles", **record)
+        return cos, sin
+
+
+def compact(answer: Any) -> tuple[Tensor, Tensor, str]:
+    """``(cos [P, R/2], sin, layout)`` of a rotary module's answer; layout says how the halves were repeated.
+
+    Raises:
+        ValueError: not a rotary module's answer.
+    """
+    if isinstance(answer, Tensor) and answer.is_complex() and answer.dim() == 3:
+        return answer[0].real.contiguous(), answer[0].imag.contiguous(), "complex"
+    if not (isinstance(answer, tuple) and len(answer) == 2 and all(isinstance(a, Tensor) and a.dim() == 3 for a in answer)):
+        raise ValueError("it does not answer with cos and sin [B, S, R]")
+    cos, sin = answer[0][0], answer[1][0]
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
+        return cos[:, :half], sin[:, :half], "half"
+    if torch.equal(cos[:, 0::2], cos[:, 1::2]) and torch.equal(sin[:, 0::2], sin[:, 1::2]):
+        return cos[:, 0::2], sin[:, 0::2], "pairs"
+    return cos, sin, "compact"
+
+
+def expand(half: Tensor, layout: str) -> Tensor:
+    """``[..., R/2]`` as the model's own module would have repeated it."""
+    if layout == "half":
+        return torch.cat((half, half), -1)
+    return half.repeat_interleave(2, -1) if layout == "pairs" else half
+
+
+def replace_rotary(model: nn.Module, max_seq_len: int, notes: list[str]) -> list[ExportRotary]:
+    """Swaps rotary modules whose answers are a table lookup; returns ours."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    ours = []
+    for parent, name, module in children(model):
+        if isinstance(module, ExportRotary) or any(True for _ in module.parameters()):
+            continue
+        if list(inspect.signature(module.forward).parameters)[1:2] != ["position_ids"]:
+            continue
+        rotary = ExportRotary(module, max_seq_len, dtype)
+        setattr(parent, name, rotary)
+        ours.append(rotary)
+    notes.append(f"{len(ours)} rotary modules as tables")
+    return ours
+
+
+def classify_rotary(function: Callable[..., Any]) -> tuple[str, bool] | None:
+    """``(layout of its cos and sin, interleaved)`` of an apply_rotary function that equals ours on random tensors."""
+    for layout, interleaved in (("half", False), ("half", True), ("pairs", True), ("compact", False), ("compact", True), ("complex", True)):
+        with contextlib.suppress(Exception):  # any failure of a foreign function means: not this kind
+            if all(_rotates(function, layout, interleaved, size, turned) for size, turned in ((16, 16), (16, 8))):
+                return layout, interleaved
+    return None
+
+
+def _rotates(function: Callable[..., Any], layout: str, interleaved: bool, size: int, turned: int) -> bool:
+    generator = torch.Generator().manual_seed(turned)
+    q, k = torch.randn(2, 3, 4, size, generator=generator), torch.randn(2, 1, 4, size, generator=generator)
+    angles = torch.randn(2, 4, turned // 2, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    try:
+        if layout == "complex":  # such functions take [B, S, H, D]
+            got_q, got_k = function(q.transpose(1, 2), k.transpose(1, 2), torch.complex(cos, sin))
+            got_q, got_k = got_q.transpose(1, 2), got_k.transpose(1, 2)
+        else:
+            got_q, got_k = function(q, k, expand(cos, layout), expand(sin, layout))
+    except Exception:
+        if turned != size:  # it rotates all dimensions or none
+            return True
+        raise
+    want_q, want_k = ops.rotate(q, cos, sin, interleaved), ops.rotate(k, cos, sin, interleaved)
+    return got_q.shape == q.shape and torch.allclose(got_q, want_q, atol=1e-5) and torch.allclose(got_k, want_k, atol=1e-5)
+
+
+def rotary_patches(model: nn.Module, notes: list[str]) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """``(module, name, replacement)`` for the ``apply_rotary*`` functions of the model's source files that pass the probe."""
+    patches = []
+    sources = {sys.modules[type(m).__module__] for m in model.modules() if type(m).__module__ in sys.modules}
+    for source in sorted(sources, key=lambda s: s.__name__):
+        for name, function in sorted(vars(source).items()):
+            if not name.startswith("apply_rotary") or not callable(function):
+                continue
+            kind = classify_rotary(function)
+            notes.append(f"{name}: {'own code' if kind is None else ' '.join(('pairs' if kind[1] else 'halves', kind[0]))}")
+            if kind is not None:
+                patches.append((source, name, _rotary_replacement(function, *kind)))
+    return patches
+
+
+def _rotary_replacement(original: Callable[..., Any], layout: str, interleaved: bool) -> Callable[..., Any]:
+    def rotated(capture: Capture, x: Tensor, record: dict[str, Any]) -> Tensor:
+        out = _OPS.rope(x, record["cos"], record["sin"], record["positions"], interleaved)
+        tagged = {"raw": x, "cos": record["cos"], "positions": record["positions"], "sin": record["sin"], "interleaved": interleaved}
+        return capture.tag(out, "rotated", **tagged)
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, *args: Any, **kwargs: Any) -> Any:
+        capture = Capture.current
+        record = capture.look(cos, "angles") if capture is not None else None
+        extra = args[1:] if layout != "complex" else args
+        odd = extra or any(v is not None and not (key == "unsqueeze_dim" and v == 1) for key, v in kwargs.items() if key != "sin")
+        if capture is None or record is None or record["layout"] != layout or odd:
+            return original(q, k, cos, *args, **kwargs)
+        if layout == "complex":
+            return tuple(rotated(capture, x.transpose(1, 2), record).transpose(1, 2) for x in (q, k))
+        return rotated(capture, q, record), rotated(capture, k, record)
+
+    return apply
+
+
+@contextlib.contextmanager
+def patched(patches: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Installs the replacements for the block."""
+    with contextlib.ExitStack() as stack:
+        for source, name, replacement in patches:
+            stack.callback(setattr, source, name, getattr(source, name))
+            setattr(source, name, replacement)
+        yield
+
+
+# Experts
+
+
+class ExportExperts(nn.Module):
+    """Weights of one experts module in the layout of ``optkit::moe``."""
+
+    def __init__(self, tensors: dict[str, Tensor | None], activation: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.activation = activation
+        for name in ("fc1", "fc1_scale", "fc1_bias", "fc2", "fc2_scale", "fc2_bias"):
+            tensor = tensors.get(name)
+            self.register_buffer(name, None if tensor is None else tensor.detach() if tensor.requires_grad else tensor, persistent=False)
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return _OPS.moe(
+            x, index, weight, self.fc1, self.fc1_scale, self.fc1_bias, self.fc2, self.fc2_scale, self.fc2_bias, *self.activation, 0
+        )
+
+
+def prepare_experts(model: nn.Module, weights: Weights) -> int:
+    """Gives every experts module whose gate passes the probe its weights in our layout; returns how many."""
+    count = 0
+    for module in list(model.modules()):
+        if not all(hasattr(module, a) for a in ("has_gate", "is_transposed", "gate_up_proj", "down_proj", "_apply_gate")):
+            continue
+        if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+            continue
+        prepared = _experts(module, weights)
+        if prepared is not None:
+            module.optkit_experts = prepared
+            count += 1
+    return count
+
+
+def _experts(module: Any, weights: Weights) -> ExportExperts | None:
+    turned = bool(module.is_transposed)
+    width = module.gate_up_proj.shape[2 if turned else 1]
+    activation = _gate(module, width)
+    if activation is None:
+        return None
+    concatenated, *constants = activation
+    order = torch.arange(width)
+    if concatenated:  # the op takes gate and up rows interleaved
+        order = order.unflatten(0, (2, width // 2)).t().reshape(-1)
+
+    def rows(w: Tensor) -> Tensor:
+        return (w.transpose(1, 2) if turned else w)[:, order]
+
+    def columns(w: Tensor) -> Tensor:
+        return w.transpose(1, 2).contiguous() if turned else w
+
+    tensors: dict[str, Tensor | None] = {
+        "fc1": weights.derive(module.gate_up_proj, rows, "fc1"),
+        "fc2": weights.derive(module.down_proj, columns, "fc2") if turned else module.down_proj,
+    }
+    if getattr(module, "has_bias", False):
+        tensors["fc1_bias"] = weights.derive(module.gate_up_proj_bias, lambda b: b[:, order], "fc1_bias")
+        tensors["fc2_bias"] = module.down_proj_bias
+    return ExportExperts(tensors, (constants[0], constants[1], constants[2]))
+
+
+def _gate(module: Any, width: int) -> tuple[bool, float, float, float] | None:
+    """``(gate and up concatenated?, alpha, beta, limit)`` of an activation that equals ours on random numbers."""
+    y = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).to(module.down_proj.dtype) * 4
+    with torch.no_grad():
+        want = module._apply_gate(y)
+    limit = float(getattr(module, "limit", 0.0) or 0.0)
+    kinds = ((1.0, 0.0, 0.0), (float(getattr(module, "alpha", 1.702)), 1.0, limit), (float(getattr(module, "alpha", 1.702)), 1.0, 7.0))
+    for concatenated in (True, False):
+        gate, up = (y[:, : width // 2], y[:, width // 2 :]) if concatenated else (y[:, 0::2], y[:, 1::2])
+        for alpha, beta, bound in kinds:
+            g, u = (gate.clamp(max=bound), up.clamp(-bound, bound)) if bound else (gate, up)
+            if torch.allclose(g * torch.sigmoid(alpha * g) * (u + beta), want, atol=1e-4):
+                return concatenated, alpha, beta, bound
+    return None
