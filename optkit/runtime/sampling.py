@@ -21,7 +21,7 @@ are found among those above the k-th largest *block maximum* (a lower bound of t
 typical-p look only as far below the best as the mass asks for, and sort those or one bucket of their histogram.
 
 **Draws.** Token ``t`` is the first one, in id order, at which the cumulative probability exceeds ``u``; one ``u`` per token,
-from a Philox generator (counter based, the same on every machine) keyed by (seed, row). Id order, not score order, makes the
+from a Philox generator (counter based, the same on every machine) keyed by seed and row. Id order, not score order, makes the
 choice insensitive to two scores swapping places by a rounding error: the same seed gives the same tokens on every backend,
 except where ``u`` lies within rounding distance of a border.
 """
@@ -154,7 +154,7 @@ class RowSampler:
         params: how.
         prompt: the row's prompt tokens.
         eos_token_ids: banned until ``min_new_tokens`` is reached.
-        seed: of the draws; rows with the same seed differ by ``row``.
+        seed: two numbers that key the draws.
         row: the row's number, given to the processors.
         processors: user hooks.
     """
@@ -164,7 +164,7 @@ class RowSampler:
         params: SamplingParams,
         prompt: Sequence[int] | Ids,
         eos_token_ids: Sequence[int] = (),
-        seed: int = 0,
+        seed: tuple[int, int] = (0, 0),
         row: int = 0,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
@@ -174,9 +174,7 @@ class RowSampler:
         self._eos = np.asarray(sorted(eos_token_ids), np.int64)
         self._processors = tuple(processors)
         self._untouched = params.plain and not self._processors
-        self._uniform = (
-            np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), row])).random if params.do_sample else None
-        )
+        self._uniform = _uniforms(seed) if params.do_sample else None
         self._seen = np.unique(self.history.tokens) if params.repetition_penalty != 1.0 else None
         self._counts: dict[int, int] = {}
         self._followers: dict[tuple[int, ...], list[int]] = {}
@@ -251,9 +249,9 @@ class RowSampler:
             self._followers.setdefault(tuple(ngram[:-1]), []).append(ngram[-1])
 
 
-def _uniforms(seed: int, row: int) -> Callable[[], float]:
-    """Numbers in [0, 1), the sequence of this seed and row."""
-    return np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), row])).random
+def _uniforms(key: tuple[int, int]) -> Callable[[], float]:
+    """Numbers in [0, 1), the sequence that belongs to ``key``."""
+    return np.random.Generator(np.random.Philox(key=[part & (2**64 - 1) for part in key])).random
 
 
 # ── before temperature ────────────────────────────────────────────────────────────────────────────────────────────────

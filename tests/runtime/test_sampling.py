@@ -133,7 +133,7 @@ def test_draws_follow_the_filtered_distribution(params) -> None:
     want = np.exp(kept - kept.max())
     want /= want.sum()
     draws = 20_000
-    sampler = RowSampler(sampler_params, [1], seed=7)
+    sampler = RowSampler(sampler_params, [1], seed=(7, 0))
     counts = np.bincount([sampler.choose(logits) for _ in range(draws)], minlength=40)
     assert counts[want == 0].sum() == 0
     live = want > 0
@@ -167,7 +167,7 @@ def test_a_rounding_error_in_the_logits_does_not_change_the_draws() -> None:
     logits = logits_of(5000, spread=2.0)
     noisy = logits * np.float32(1 + 1e-6)
     params = SamplingParams(do_sample=True, temperature=0.9, top_p=0.95)
-    a, b = RowSampler(params, [1], seed=3), RowSampler(params, [1], seed=3)
+    a, b = RowSampler(params, [1], seed=(3, 0)), RowSampler(params, [1], seed=(3, 0))
     assert [a.next(logits) for _ in range(200)] == [b.next(noisy) for _ in range(200)]
 
 
@@ -175,7 +175,7 @@ def test_seed_and_row_decide_the_draws() -> None:
     logits = logits_of(1000, spread=1.0)
 
     def tokens(seed: int, row: int) -> list[int]:
-        sampler = RowSampler(SamplingParams(do_sample=True), [1], seed=seed, row=row)
+        sampler = RowSampler(SamplingParams(do_sample=True), [1], seed=(seed, row))
         return [sampler.next(logits) for _ in range(20)]
 
     assert tokens(1, 0) == tokens(1, 0)

@@ -1,0 +1,222 @@
+"""ONNX Runtime, for the targets ``ort`` and ``onnx`` and for other exporters' models with a growing cache.
+
+**One session, weights once.** Prefill and decode are the same graph; the weights' external file is memory-mapped by the engine.
+
+**The cache stays where it is.** In the in-place layouts each cache tensor is one buffer ``[B, …, capacity, …]`` that is
+bound as past *and* as present, at the same address in every run. A smaller batch is the first rows of the buffer, a single
+row is a window into it: both are only other shapes and addresses for the same memory, so rows leave a batch, and a row is
+read or extended alone, without copying. Fixed-size recurrent states have two buffers that swap roles.
+
+**A decode step binds nothing.** ``input_ids [B, 1]``, an ``attention_mask`` as long as the capacity (ones first; measured as
+fast as an exact one) and ``logits [B, 1, V]`` are bound once; a step writes the tokens and one 1 per row, runs, and reads the
+logits.
+
+What one run of a layout can do, and how the rest is made of it:
+
+=========  ============================================  ==================================================
+layout     one run                                       otherwise
+=========  ============================================  ==================================================
+slots      a first prompt of any rows; one token per     row by row
+           row; more tokens for one row
+chunks     0..S tokens for every row                     –
+growing    the same number of tokens for every row       a ragged first prompt is padded on the left
+=========  ============================================  ==================================================
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from optkit import manifest
+from optkit.errors import ArtifactError, EngineError, UnsupportedError, UsageError
+from optkit.io_spec import GraphSpec
+from optkit.manifest import ModelSpec
+from optkit.runtime.backends._foreign import foreign_graph, foreign_model
+from optkit.runtime.backends._growing import GrowingCache
+from optkit.runtime.backends._inplace import InPlaceCache
+from optkit.runtime.base import Ids, Logits, Session
+from optkit.runtime.limits import SessionLimits
+
+OPTIONS = ("device", "spin", "profile")
+DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def open_backend(
+    path: str | Path,
+    threads: int | None = None,
+    limits: SessionLimits | None = None,
+    device: str | None = None,
+    spin: bool = True,
+    profile: str | None = None,
+) -> OrtSession:
+    """Opens an artifact, or a directory with ``model.onnx`` and ``config.json`` made by another exporter.
+
+    Args:
+        path: the directory.
+        threads: CPU threads; ``None`` is every CPU this process may use.
+        limits: see :class:`SessionLimits`.
+        device: ``cpu`` or ``cuda``; ``None`` takes CUDA where the installed ONNX Runtime has it and a GPU is there.
+        spin: let idle threads spin between operators; ``False`` leaves the CPU to others at the price of latency.
+        profile: write the engine's profile to files with this prefix.
+    """
+    directory = Path(path)
+    model_file, graph, spec = _described(directory)
+    provider = _provider(device)
+    engine = _load(directory / model_file, provider, threads, spin, profile)
+    if graph is None:
+        graph = foreign_graph([(i.name, i.shape, i.type) for i in engine.get_inputs()], spec)
+    return OrtSession(engine, graph, spec, directory, limits or SessionLimits())
+
+
+class OrtSession(Session):
+    """A graph that ONNX Runtime runs, behind the session contract.
+
+    Args:
+        engine: the loaded graph.
+        graph: its contract.
+        spec: the model's facts.
+        directory: where the tokenizer is.
+        limits: as given by the user.
+    """
+
+    backend = "ort"
+
+    def __init__(
+        self, engine: onnxruntime.InferenceSession, graph: GraphSpec, spec: ModelSpec, directory: Path, limits: SessionLimits
+    ) -> None:
+        super().__init__(spec, directory, graph.max_seq_len, limits)
+        self.graph = graph
+        self.recurrent = graph.recurrent
+        self.rope_switch = graph.rope_switch
+        self.engine = engine
+        self.device = "cuda" if engine.get_providers()[0] == DEVICES["cuda"] else "cpu"
+        kind = GrowingCache if graph.layout == "growing" else InPlaceCache
+        self.cache: InPlaceCache | GrowingCache = kind(_Engine(engine, self.device, directory), graph, spec.vocab_size)
+
+    def cache_bytes(self, batch: int, length: int) -> int:
+        return self.graph.cache_bytes(batch, length)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def close(self) -> None:
+        self.cache.free()
+        del self.engine
+
+    def _allocate(self, batch: int, capacity: int) -> None:
+        self.capacity = self.cache.allocate(batch, capacity)
+
+    def _resize(self, capacity: int) -> None:
+        self.cache.resize(capacity, self.lengths)
+
+    def _extend(self, ids: Ids, counts: Ids, every: bool) -> Logits:
+        return self.cache.extend(ids, self.lengths, counts, every)
+
+    def _step(self, tokens: Ids) -> Logits:
+        return self.cache.step(tokens, self._rows)
+
+    def _truncate(self, lengths: Ids) -> None:
+        self.cache.truncate(lengths, self.lengths)
+
+    def _select(self, rows: Ids) -> None:
+        self.cache.select(rows, self.lengths)
+
+
+class _Engine:
+    """The four things the caches need of ONNX Runtime; every failure becomes an :class:`EngineError`."""
+
+    def __init__(self, engine: onnxruntime.InferenceSession, device: str, directory: Path) -> None:
+        self._engine = engine
+        self.device = device
+        self._directory = directory
+        self.inputs = {i.name: i.type for i in engine.get_inputs()}
+        # an initializer that may be overridden is not among the inputs
+        self.inputs |= {i.name: i.type for i in engine.get_overridable_initializers()}
+
+    def binding(self) -> Any:
+        return self._engine.io_binding()
+
+    def run(self, binding: Any) -> None:
+        try:
+            self._engine.run_with_iobinding(binding)
+        except Exception as error:  # the library's exceptions share no base class
+            reason = " ".join(str(error).split())
+            raise EngineError(f"{self._directory}: ONNX Runtime failed: {reason[:400]}") from error
+
+    def device_buffer(self, array: np.ndarray) -> Any:
+        """A copy of ``array`` on the device."""
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, self.device, 0)
+
+
+def _described(directory: Path) -> tuple[str, GraphSpec | None, ModelSpec]:
+    """Model file, graph contract (``None`` for another exporter's model) and model facts of a directory."""
+    if not (directory / manifest.FILE_NAME).is_file():
+        if not (directory / "model.onnx").is_file():
+            raise ArtifactError(f"{directory}: no {manifest.FILE_NAME} and no model.onnx here; export the model first")
+        return "model.onnx", None, foreign_model(directory)
+    read = manifest.read_manifest(directory, kind="artifact")
+    manifest.check_files(directory, read)
+    try:
+        graph = GraphSpec.from_dict(read.facts["graph"])
+        model_file = str(read.facts["model_file"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{directory}: {manifest.FILE_NAME} does not describe an ONNX graph ({error}); export it again"
+        ) from error
+    if graph.layout == "scatter":
+        raise UnsupportedError(
+            f"{directory}: its static cache is for TensorRT; for ONNX Runtime export with target ort or onnx"
+        )
+    if read.model is None:
+        raise ArtifactError(f"{directory}: {manifest.FILE_NAME} says nothing of the model; export it again")
+    return model_file, graph, read.model
+
+
+def _provider(device: str | None) -> str:
+    available = onnxruntime.get_available_providers()
+    if device is None:
+        device = "cuda" if DEVICES["cuda"] in available else "cpu"
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r}: cpu or cuda")
+    if DEVICES[device] not in available:
+        raise UnsupportedError(
+            f"device {device!r}: the installed ONNX Runtime has {', '.join(available)}; pip install 'optkit[gpu]'"
+        )
+    return DEVICES[device]
+
+
+def _load(path: Path, provider: str, threads: int | None, spin: bool, profile: str | None) -> onnxruntime.InferenceSession:
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads or available_cpus()
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    if not spin:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if profile:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = profile
+    providers = [provider] if provider == DEVICES["cpu"] else [provider, DEVICES["cpu"]]
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=providers)
+    except Exception as error:  # the library's exceptions share no base class
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{path}: ONNX Runtime {onnxruntime.__version__} cannot load it: {reason[:400]}") from error
+
+
+def available_cpus() -> int:
+    """CPUs this process may use: its affinity, and a container's quota where there is one."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
