@@ -11,8 +11,9 @@ a child process (:mod:`optkit.export.engine_worker`) under a time-out and a memo
 sidecar under temporary names and rename them, the sidecar last. Whatever goes wrong, nothing half-written is left.
 
 Two builds of one graph differ byte for byte, with or without a timing cache (NVIDIA/TensorRT#4730, #3316, #4798, #568), so
-a recipe's digest says nothing about a plan: every plan is identified by its own digest and validated by itself. The timing
-cache is kept beside the plan with its digest, and ``fail_on_timing_cache_miss`` turns an unpinned timing into an error.
+a recipe's digest says nothing about a plan: every plan is identified by its own digest and validated by itself. Standard
+TensorRT's timing cache is kept beside the plan with its digest, and ``fail_on_timing_cache_miss`` turns an unpinned timing
+into an error. TensorRT-RTX times nothing while it builds (its timing cache calls are documented no-ops), so it has none.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class EngineOptions:
         workspace_bytes: device memory a kernel may use as scratch; ``None`` leaves the library's default.
         optimization_level: 0 (fastest build) to 5; ``None`` leaves the library's default.
         decompose_attention: let attention layers without a dedicated kernel be built from separate kernels.
-        timing_cache: a cache to start from; the resulting one is written beside the plan.
-        fail_on_timing_cache_miss: refuse to time a kernel that is not in the cache.
+        timing_cache: (``tensorrt`` only) a cache to start from; the resulting one is written beside the plan.
+        fail_on_timing_cache_miss: (``tensorrt`` only) refuse to time a kernel that is not in the cache.
     """
 
     flavour: str = "tensorrt_rtx"
@@ -90,6 +91,10 @@ class EngineOptions:
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
             raise UsageError(f"optimization_level {self.optimization_level}: from 0 (fastest build) to 5")
         if self.flavour == "tensorrt_rtx":
+            if self.timing_cache is not None or self.fail_on_timing_cache_miss:
+                raise UsageError(
+                    "timing_cache: TensorRT-RTX times nothing while it builds; leave it out (flavour tensorrt has one)"
+                )
             object.__setattr__(self, "compute_capabilities", parse_capabilities(self.compute_capabilities, self.flavour))
 
 
@@ -115,7 +120,7 @@ def build_engine(
     options: EngineOptions | None = None,
     progress: Progress | None = None,
 ) -> EngineReport:
-    """Builds ``plan_path`` (and ``<plan>.json``, ``<plan>.timing``) from an ONNX file.
+    """Builds ``plan_path`` and ``<plan>.json`` (and ``<plan>.timing``, flavour ``tensorrt``) from an ONNX file.
 
     Args:
         onnx_path: the graph; external weights beside it.

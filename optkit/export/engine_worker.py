@@ -28,6 +28,7 @@ NOISE = (
     "Unable to determine GPU memory usage",
     "no CUDA-capable device",
     "CUDA lazy loading",
+    "Int64 binding",
 )
 
 
@@ -206,6 +207,12 @@ def use_timing_cache(config: Any, path: str | None) -> None:
         )
 
 
+def save_timing_cache(config: Any, path: str) -> None:
+    cache = config.get_timing_cache()
+    if cache is not None:
+        Path(path).write_bytes(memoryview(cache.serialize()))
+
+
 def run_job(job: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     """Parses, checks and builds; returns the facts for the sidecar. ``job["plan"]`` empty stops after the checks.
 
@@ -245,7 +252,9 @@ def run_job(job: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
 
 def _build(trt: Any, builder: Any, network: Any, job: Mapping[str, Any], emit: Emit, said: list[str]) -> dict[str, Any]:
     config = configure(trt, builder, network, job)
-    use_timing_cache(config, job["timing_cache_in"])
+    timed = job["flavour"] == "tensorrt"  # TensorRT-RTX chooses kernels on the user's machine and times nothing here
+    if timed:
+        use_timing_cache(config, job["timing_cache_in"])
     monitor = make_monitor(trt, emit)
     config.progress_monitor = monitor
     started = time.monotonic()
@@ -254,9 +263,8 @@ def _build(trt: Any, builder: Any, network: Any, job: Mapping[str, Any], emit: E
     if plan is None:
         raise BuildFailed("failed", "; ".join(one_line(m) for m in said[-3:]) or "the builder gave no plan and no reason")
     Path(job["plan"]).write_bytes(memoryview(plan))
-    cache = config.get_timing_cache()
-    if cache is not None and job["timing_cache_out"]:
-        Path(job["timing_cache_out"]).write_bytes(memoryview(cache.serialize()))
+    if timed:
+        save_timing_cache(config, job["timing_cache_out"])
     return {"build_seconds": round(seconds, 3), "plan_bytes": plan.nbytes}
 
 

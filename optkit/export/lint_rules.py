@@ -156,18 +156,20 @@ def _in_place(node: ir.Node, cache: ir.Value | None) -> Found:
 # ---------------------------------------------------------------- quantization
 
 
+#: stored types without an importer
+UNSTORED = frozenset({"UINT4", "UINT8", "INT2", "UINT2", "INT16", "UINT16", "INT32", "FLOAT8E5M2"})
+
+
 def dequantize(node: ir.Node, context: Context) -> Found:
     kind = element_type(given(node, 0))
-    if kind in ("UINT4", "UINT8", "INT2", "UINT2", "INT16", "UINT16", "INT32", "FLOAT8E5M2"):
-        # an unsigned activation is reported at its QuantizeLinear
-        producer = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if producer is None or producer.op_type != "QuantizeLinear":
-            yield (
-                "dequantize-type",
-                REFUSED,
-                f"{kind} values",
-                "store symmetric signed INT4 or INT8 (subtract the middle of the range)",
-            )
+    producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if kind in UNSTORED and (producer is None or producer.op_type != "QuantizeLinear"):  # else it is reported there
+        yield (
+            "dequantize-type",
+            REFUSED,
+            f"{kind} values",
+            "store symmetric signed INT4 or INT8 (subtract the middle of the range)",
+        )
     yield from _zero_point(node)
     block = number(node, "block_size", 0)
     opset = context.model.opset_imports.get("", 1)
@@ -179,16 +181,21 @@ def dequantize(node: ir.Node, context: Context) -> Found:
 
 
 def quantize(node: ir.Node, context: Context) -> Found:
-    zero = given(node, 2)
-    kind = element_type(node.outputs[0]) or (element_type(zero) if zero is not None else "UINT8")
-    yield from _zero_point(node)
-    if kind.startswith("UINT") and not list(_zero_point(node)):
+    kind = element_type(node.outputs[0])
+    if not kind:
+        stated, zero = number(node, "output_dtype", 0), given(node, 2)
+        kind = str(ir.DataType(stated).name) if stated else element_type(zero) if zero is not None else "UINT8"
+    asymmetric = list(_zero_point(node))
+    yield from asymmetric
+    if kind == "UINT8" and not number(node, "output_dtype", 0) and not asymmetric:
         yield (
             "quantize-unsigned",
             SILENT,
-            f"{kind} is computed as signed INT8 (clips at 127)",
+            "UINT8 is computed as signed INT8 (clips at 127)",
             "quantize to INT8 with zero point 0",
         )
+    elif kind in UNSTORED and not asymmetric:
+        yield "quantize-type", REFUSED, f"quantization to {kind}", "quantize to INT8 with zero point 0"
 
 
 def _zero_point(node: ir.Node) -> Found:
@@ -320,8 +327,8 @@ def _reaches_output(value: ir.Value, graph: ir.Graph) -> bool:
 def initializer_types(context: Context) -> Iterator[Finding]:
     for name, value in context.graph.initializers.items():
         kind = element_type(value)
-        dequantized = all(n.op_type == "DequantizeLinear" for n, _ in value.uses())
-        if kind in UNTYPED and not (value.uses() and dequantized):
+        quantized = all(n.op_type in ("DequantizeLinear", "QuantizeLinear") for n, _ in value.uses())
+        if kind in UNTYPED and not (value.uses() and quantized):  # those have their own rules
             yield Finding("type", str(name), "initializer", REFUSED, f"no {kind} tensors", "use another type")
 
 

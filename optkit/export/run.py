@@ -14,6 +14,7 @@ from optkit.errors import UsageError
 from optkit.export import trace
 from optkit.export.lower import finish, ort
 from optkit.export.lower.translate import translate
+from optkit.export.verify import verify_onnx
 from optkit.export.weights import Weights, hollow_model
 from optkit.manifest import Manifest, library_versions, staged_directory, write_manifest
 from optkit.recipe import ExportRecipe, parse_section
@@ -96,7 +97,10 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     finish.finish_ort(model, prepared.spec, weights)
     report("write", 0.75)
     finish.save(model, staging / MODEL_FILE)
-    return {"target": settings.target, "graph": prepared.spec.to_dict(), "model_file": MODEL_FILE, **prepared.facts}
+    report("verify", 0.85)
+    verified = verify_onnx(staging / MODEL_FILE, prepared.spec, reference, dtype)
+    graph = prepared.spec.to_dict()
+    return {"target": settings.target, "graph": graph, "model_file": MODEL_FILE, "verified": verified, **prepared.facts}
 
 
 def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module, Weights]:

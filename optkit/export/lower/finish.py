@@ -74,6 +74,7 @@ def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
     passes.name_interface(model, spec)
     fold(model)
     passes.transpose_linears(model.graph, tied)
+    passes.spread_zero_points(model.graph)
     passes.cancel_transposes(model.graph)
     common.RemoveUnusedNodesPass()(model)
     passes.cancel_reshapes(model.graph)

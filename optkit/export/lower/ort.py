@@ -91,13 +91,9 @@ class OrtTable:
         op = self.op
         group = packed.shape[2] * 8 // num_bits
         scales = op.Unsqueeze(scale, self.ints(2))
-        zeros = None
-        if zero_point is not None:  # [V, ceil(G*bits/8)] -> one zero point per group, [V, G, 1]
-            zeros = typed(op.Identity(zero_point), zero_point, zero_point.shape)
-            zeros.name = None
         rows = contrib.GatherBlockQuantized(
-            packed, ids, scales, zeros, bits=num_bits, block_size=group, quantize_axis=2, gather_axis=0
-        )
+            packed, ids, scales, zero_point, bits=num_bits, block_size=group, quantize_axis=2, gather_axis=0
+        )  # zero points: passes.spread_zero_points
         typed(rows, scale, [*ids.shape, packed.shape[1], group])
         return op.Reshape(rows, self.ints(0, 0, packed.shape[1] * group))
 

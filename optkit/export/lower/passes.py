@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from optkit import io_spec
+from optkit import io_spec, packing
 from optkit.export.lower.contrib import initializer, lazy
 from optkit.io_spec import GraphSpec
 
@@ -168,6 +168,24 @@ def transpose_linears(graph: ir.Graph, tied: set[str]) -> int:
         rename_output(graph, old, out)
         graph.remove(node, safe=True)
         del graph.initializers[str(weight.name)]
+        count += 1
+    return count
+
+
+def spread_zero_points(graph: ir.Graph) -> int:
+    """GatherBlockQuantized wants one zero point per group, ``[V, G, 1]``; MatMulNBits packs them ``[V, ceil(G*bits/8)]``."""
+    count = 0
+    for node in graph:
+        if node.op_type != "GatherBlockQuantized" or len(node.inputs) < 4 or node.inputs[3] is None:
+            continue
+        data, bits = node.inputs[3].const_value, node.attributes["bits"].as_int()
+        rows, groups = (int(n) for n in node.inputs[0].shape[:2])  # type: ignore[union-attr, index, arg-type]
+
+        def spread(d: Any = data, b: int = bits, g: int = groups) -> Any:
+            return packing.unpack_bytes(d.numpy(), b, g)[..., None]
+
+        name = f"{node.inputs[3].name}.spread"
+        node.replace_input_with(3, initializer(graph, name, lazy(spread, ir.DataType.UINT8, (rows, groups, 1), name)))
         count += 1
     return count
 

@@ -62,17 +62,42 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fewer_decompositions() -> Iterator[None]:
-    """Skips torch.onnx's decomposition where it would change nothing."""
-    original = _fx_passes.decompose_with_registry
+    """Skips torch.onnx's decomposition and type promotion where they would change nothing."""
+    original, promotion = _fx_passes.decompose_with_registry, _fx_passes.insert_type_promotion_nodes
 
     def decompose(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         return program if _translatable(program, registry) else original(program, registry)
 
-    _fx_passes.decompose_with_registry = decompose
+    def promote(graph_module: torch.fx.GraphModule) -> None:
+        if _mixes_dtypes(graph_module):
+            promotion(graph_module)
+
+    _fx_passes.decompose_with_registry, _fx_passes.insert_type_promotion_nodes = decompose, promote
     try:
         yield
     finally:
-        _fx_passes.decompose_with_registry = original
+        _fx_passes.decompose_with_registry, _fx_passes.insert_type_promotion_nodes = original, promotion
+
+
+# Operators whose tensor arguments have different dtypes by nature.
+_MIXED = frozenset("aten::embedding aten::index.Tensor aten::gather aten::where.self aten::masked_fill.Scalar aten::index_select".split())
+
+
+def _mixes_dtypes(graph_module: torch.fx.GraphModule) -> bool:
+    """Might some operator promote its arguments? (It runs the program once more to find out; most programs need none.)"""
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target.name()
+        if not name.startswith("aten::") or name in _MIXED:
+            continue
+        value = node.meta.get("val")
+        arguments = {a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)}
+        compares = isinstance(value, torch.Tensor) and value.dtype == torch.bool
+        if len(arguments) > 1 or (isinstance(value, torch.Tensor) and arguments and not compares and value.dtype not in arguments):
+            if not name.startswith(("aten::to.", "aten::_to_copy", "aten::sum", "aten::cumsum", "aten::type_as")):
+                return True
+    return False
 
 
 def _translatable(program: torch.export.ExportedProgram, registry: Any) -> bool:
