@@ -32,7 +32,7 @@ def set_verbosity(level: int) -> None:
 
 
 class Progress:
-    """Callable that stages report to: ``progress(text, done, total)``; ``done``/``total`` may be left out. A context manager."""
+    """Callable that stages report to: ``progress(text, done, total)``, the numbers optional. A context manager."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -45,10 +45,24 @@ class Progress:
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                SpinnerColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import Progress as Bar
 
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
         return self

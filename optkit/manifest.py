@@ -152,7 +152,7 @@ def read_manifest(directory: str | Path, kind: str | None = None) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: damaged ({type(error).__name__}: {error}); make the directory again") from error
     if kind is not None and manifest.kind != kind:
-        raise ArtifactError(f"{directory}: is a {manifest.kind}, and a {kind} is needed here")
+        raise ArtifactError(f"{directory}: holds a {manifest.kind}, and what is needed here is: {kind}")
     return manifest
 
 

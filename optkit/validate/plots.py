@@ -45,7 +45,9 @@ class _Frame:
         self.x0, self.x1, self.y0, self.y1 = x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1]
         self.parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{html.escape(title)}</title>']
         for y in y_ticks:
-            self.parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(y):.1f}" y2="{self.y(y):.1f}"/>')
+            self.parts.append(
+                f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(y):.1f}" y2="{self.y(y):.1f}"/>'
+            )
             self.parts.append(_text(LEFT - 6, self.y(y) + 4, tick_label(y), "end"))
         middle = (TOP + HEIGHT - BOTTOM) / 2
         self.parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_title, extra=' class="axis"'))
@@ -65,7 +67,9 @@ class _Frame:
         return "".join([*self.parts, "</svg>"])
 
 
-def line_chart(series: Sequence[tuple[str, Sequence[float]]], x_title: str, y_title: str, title: str, limit: float | None = None) -> str:
+def line_chart(
+    series: Sequence[tuple[str, Sequence[float]]], x_title: str, y_title: str, title: str, limit: float | None = None
+) -> str:
     """Lines over positions 0, 1, …; at most three series (``(label, values)``), with an optional horizontal limit.
 
     Values that are not finite leave a gap.
@@ -101,7 +105,11 @@ def histogram(values: Sequence[float], x_title: str, y_title: str, title: str, b
     high = max(high, low + 1)
     counts = [0] * ((high - low) * bins_per_decade)
     for value in values:
-        place = (math.log10(value) - low) * bins_per_decade if value > 0 and math.isfinite(value) else (0 if value == 0 else len(counts))
+        place = (
+            (math.log10(value) - low) * bins_per_decade
+            if value > 0 and math.isfinite(value)
+            else (0 if value == 0 else len(counts))
+        )
         counts[min(max(int(place), 0), len(counts) - 1)] += 1
     frame = _Frame([low, high], nice_ticks(0, max(counts) or 1), x_title, y_title, title)
     frame.x_labels(list(range(low, high + 1)), [f"1e{d}" for d in range(low, high + 1)])

@@ -8,8 +8,8 @@
 The reference is the checkpoint in torch: its FP16 (or BF16) weights, computed in float32 on the CPU, so that the reference's
 own rounding is small. How small is measured: the same reference is run again in float64 on a few steps, and the report
 states that noise floor beside the errors. An **unquantized** export is judged by the logit error relative to the logit range
-(default limit 1e-5, or four times the noise floor if that is more) and by greedy tokens; a **quantized** one by KL, top-1 agreement and
-perplexity, and, given the quantized checkpoint, its export step is judged by itself: same numbers, other kernels.
+(default limit 1e-5, or four times the noise floor if that is more) and by greedy tokens; a **quantized** one by KL, top-1
+agreement and perplexity, and, given the quantized checkpoint, its export step is judged by itself: same numbers, other kernels.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def validate(
     long_steps: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Compares ``candidate`` with ``reference`` and returns what was measured; exceeding a limit does not raise, see ``Report.passed``.
+    """Compares ``candidate`` with ``reference``. Exceeding a limit does not raise: see ``Report.passed``.
 
     Args:
-        candidate, reference: an artifact directory, a checkpoint (HF directory, hub id, GGUF file; run in torch) or an open session.
+        candidate, reference: an artifact, a checkpoint (HF directory, hub id, GGUF file; run in torch) or an open session.
         cases: what to compare; by default cut out of ``settings.text``.
         limits: by default those of ``settings``, and for an unquantized candidate the tight ones described above.
         report_dir: where ``report.json``, ``report.md`` and ``report.html`` go.

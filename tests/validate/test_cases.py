@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_places_and_another_seed_others():
 
 
 def test_a_text_that_is_too_short_is_refused_with_the_numbers():
-    with pytest.raises(UsageError, match=r"has 80 tokens, and prompt_tokens \+ decode_steps = 112"):
+    with pytest.raises(UsageError, match=r"has 80 tokens, and prompt_tokens \+ decode_steps = 112; use a longer"):
         make_cases(TOKENS[:80])
 
 

@@ -10,7 +10,8 @@ import pytest
 from optkit.errors import StorageError, UsageError
 from optkit.recipe import Limits, ValidateRecipe
 from optkit.validate import compare, plots
-from optkit.validate.report import to_html, to_markdown, write_report
+from optkit.validate.page import to_html
+from optkit.validate.report import to_markdown, write_report
 from optkit.validate.run import validate
 from tests.validate.fake import FakeSession
 
@@ -116,7 +117,12 @@ def test_a_quantized_candidate_has_no_default_limit_on_its_logits():
 
 
 def test_the_checkpoint_is_compared_by_itself_with_its_own_limits():
-    report = run(FakeSession(noise=0.5), checkpoint=FakeSession(noise=0.5), limits=Limits(kl_mean=1.0), checkpoint_limits=Limits(kl_mean=1e-9))
+    report = run(
+        FakeSession(noise=0.5),
+        checkpoint=FakeSession(noise=0.5),
+        limits=Limits(kl_mean=1.0),
+        checkpoint_limits=Limits(kl_mean=1e-9),
+    )
     assert len(report.comparisons) == 2
     assert [(c.name, c.limit) for c in report.failures] == [("kl_mean", 1e-9)]
 
@@ -164,8 +170,12 @@ def test_the_report_is_written_in_three_formats_that_agree(tmp_path):
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["passed"] is False
     assert data["comparisons"][0]["checks"][0]["passed"] is False
-    assert data["comparisons"][0]["metrics"][0] == {"name": "kl_mean", "value": report.value("kl_mean"), "unit": "nats", **{
-        key: data["comparisons"][0]["metrics"][0][key] for key in ("label", "note")}}
+    assert data["comparisons"][0]["metrics"][0] == {
+        "name": "kl_mean",
+        "value": report.value("kl_mean"),
+        "unit": "nats",
+        **{key: data["comparisons"][0]["metrics"][0][key] for key in ("label", "note")},
+    }
     markdown = (tmp_path / "report.md").read_text()
     assert "**FAIL**" in markdown
     assert "Failed: 1 of 3 checks" in markdown
