@@ -1,12 +1,17 @@
 """The one home of the scale / zero-point formula.
 
-``w ≈ (code - zero_point) * scale`` with ``code`` in ``[0, 2**b - 1]`` (scheme.py). Weights are ``[O, I]``, grouped as ``[O, G, g]`` where
-``g = I / G``; scales ``[O, G]`` float, zero points ``[O, G]`` uint8 or ``None`` for the fixed mid-range one. All functions
-compute in float32 and are pure.
+``w ≈ (code - zero_point) * scale`` with ``code`` in ``[0, 2**b - 1]`` (scheme.py). Weights are ``[O, I]``, grouped as ``[O, G,
+g]`` where ``g = I / G``; scales ``[O, G]`` float, zero points ``[O, G]`` uint8 or ``None`` for the fixed mid-range one. All
+functions compute in float32 and are pure.
 
-Symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 2**(b-1)`` maps ``m`` to
-code 0 and uses all ``2**b`` codes; ``amax / (2**(b-1) - 1)`` would leave one unused and costs about 13 % more squared error at 4 bits.
-A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as NaN.
+Symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 2**(b-1)`` maps
+``m`` to code 0 and uses all ``2**b`` codes; ``amax / (2**(b-1) - 1)`` would leave one unused and costs about 13 % more squared
+error at 4 bits. A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as NaN.
+
+Scales are stored as float16 with 8 significant bits, and codes are chosen for the stored value. 8 bits are what bfloat16 has,
+so a scale is the same number in float32, float16 and bfloat16; and a symmetric 4-bit weight (a multiple of the scale by at most
+8) is the same number in float32 and float16. So every reader computes with the same weights whatever it casts to. The coarser
+scale moves a weight by at most 0.2 %, which codes chosen for it make up for.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from torch import Tensor
 
 from optkit.scheme import QuantScheme
 
+SCALE_DTYPE = torch.float16
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -28,12 +35,14 @@ class QuantizedWeight:
         scale: ``[O, G]`` floating point, may be negative when symmetric.
         zero_point: ``[O, G]`` uint8, or ``None`` when symmetric.
         scheme: how.
+        input_scale: of calibrated 8-bit activations, a scalar: ``x ≈ round(x / input_scale) * input_scale``.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     scheme: QuantScheme
+    input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, inputs = self.codes.shape
@@ -59,14 +68,21 @@ def signed_peak(groups: Tensor) -> Tensor:
     return groups.gather(-1, index).squeeze(-1)
 
 
-def safe_scale(scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
-    """``scale`` as ``storage`` can hold it; what is zero, not finite or underflows there becomes 1."""
+def safe_scale(scale: Tensor, storage: torch.dtype = SCALE_DTYPE) -> Tensor:
+    """``scale`` as it is stored, in float32; what is zero, not finite or underflows there becomes 1.
+
+    Args:
+        scale: any shape.
+        storage: float16 keeps 8 significant bits (see above), another dtype its own.
+    """
+    if storage == torch.float16:
+        scale = scale.to(torch.bfloat16)
     stored = scale.to(storage).float()
     usable = stored.isfinite() & (stored != 0)
     return torch.where(usable, stored, torch.ones_like(stored))
 
 
-def range_scale(weight: Tensor, scheme: QuantScheme, storage: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+def range_scale(weight: Tensor, scheme: QuantScheme, storage: torch.dtype = SCALE_DTYPE) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point from the range of each group: signed full range, or min/max (zero included) when asymmetric."""
     groups = grouped(weight.float(), scheme)
     if scheme.symmetric:
@@ -96,3 +112,16 @@ def dequantize(quantized: QuantizedWeight, dtype: torch.dtype = torch.float32) -
 def fake_quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> Tensor:
     """``dequantize(quantize(weight))`` in ``weight``'s dtype."""
     return dequantize(quantize(weight, scale, zero_point, scheme), weight.dtype)
+
+
+def fake_quantize_inputs(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Activations as symmetric int8 makes them, ``[..., I]`` in ``x``'s dtype.
+
+    Args:
+        x: activations.
+        scale: the calibrated scalar scale, or ``None`` for one per token: ``amax / 127.5``, as compressed-tensors has it.
+    """
+    if scale is None:
+        scale = x.abs().amax(-1, keepdim=True) / 127.5
+        scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
+    return (x / scale).round().clamp(-128, 127) * scale

@@ -1,8 +1,8 @@
 """Finding a checkpoint on disk and naming it by its content. No weights are read here and nothing heavy is imported.
 
-A model is given as a HF directory, a GGUF file, or a hub id. The hub's own cache answers for an id, and with ``HF_HUB_OFFLINE=1``
-nothing else does. What optkit makes of a GGUF file is kept in a cache directory: ``OPTKIT_CACHE``, or ``optkit`` below ``XDG_CACHE_HOME``
-(``~/.cache``).
+A model is given as a HF directory, a GGUF file, or a hub id. The hub's own cache answers for an id, and with
+``HF_HUB_OFFLINE=1`` nothing else does. What optkit makes of a GGUF file is kept in a cache directory: ``OPTKIT_CACHE``, or
+``optkit`` below ``XDG_CACHE_HOME`` (``~/.cache``).
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _digest_cache() -> Any:
 def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` in the spelling of transformers 5 *and* 4.
 
-    transformers 4 reads ``rope_theta``, ``rope_scaling``, ``partial_rotary_factor`` and ``torch_dtype``, and silently takes defaults
-    when it finds only 5's ``rope_parameters`` and ``dtype``. 5 reads both.
+    transformers 4 reads ``rope_theta``, ``rope_scaling``, ``partial_rotary_factor`` and ``torch_dtype``, and silently takes
+    defaults when it finds only 5's ``rope_parameters`` and ``dtype``. 5 reads both.
     """
     out = dict(config)
     for key, value in config.items():

@@ -1,13 +1,13 @@
 """A checkpoint as a model: what optkit knows of a directory, and the torch module made from it through transformers.
 
-Two ways lead to a module. :meth:`Checkpoint.load` gives one that computes. :meth:`Checkpoint.skeleton` gives one whose parameters
-are on the ``meta`` device (no memory), and :meth:`Checkpoint.tensor_for` the tensor for each of its names, read when it is asked for:
-an exporter or quantizer then needs the memory of one tensor, whatever the model's size. transformers stores some models in another
-layout than it runs them (experts one by one, fused projections); its own conversion rules are applied tensor by tensor, so
-``tensor_for`` gives the layout that runs.
+Two ways lead to a module. :meth:`Checkpoint.load` gives one that computes. :meth:`Checkpoint.skeleton` gives one whose
+parameters are on the ``meta`` device (no memory), and :meth:`Checkpoint.tensor_for` the tensor for each of its names, read when
+it is asked for: an exporter or quantizer then needs the memory of one tensor, whatever the model's size. transformers stores
+some models in another layout than it runs them (experts one by one, fused projections); its own conversion rules are applied
+tensor by tensor, so ``tensor_for`` gives the layout that runs.
 
-Modules stored quantized become :class:`QuantLinear` / :class:`QuantEmbedding`, packed codes in, packed codes out. How a quantized
-embedding, and one that is one tensor with lm_head, is stored is told in docs/quantized-checkpoint.md.
+Modules stored quantized become :class:`QuantLinear` / :class:`QuantEmbedding`, packed codes in, packed codes out. How a
+quantized embedding, and one that is one tensor with lm_head, is stored is told in docs/quantized-checkpoint.md.
 
 This is one of two files that import transformers.
 """
@@ -54,12 +54,11 @@ from optkit.checkpoint.modules import (
     replace_module,
     set_tensor,
     share_weights,
-    storable_scale,
     unpacked,
 )
 from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear, pack_weight
 from optkit.checkpoint.spec import model_spec
-from optkit.checkpoint.store import EMBEDDING_NAME, TensorStore, read_header, read_quantized, stored_schemes
+from optkit.checkpoint.store import CODES_NAME, TensorStore, read_quantized, storable, stored_schemes
 from optkit.errors import CheckpointError, OptkitError, UnsupportedError, storage_errors
 from optkit.manifest import ModelSpec
 from optkit.scheme import QuantScheme, scheme_from_dict
@@ -102,18 +101,20 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if stored:
         schemes = stored_schemes(stored, tensors)
         checkpoint.quantization = {name: schemes[at] for name, at in checkpoint.sources.modules.items()}
-    _open_embedding(checkpoint)
+    _open_codes(checkpoint)
     return checkpoint
 
 
-def _open_embedding(checkpoint: Checkpoint) -> None:
-    """Takes up a quantized embedding, whose codes are in a file of their own and described by the directory's manifest."""
-    path = checkpoint.directory / EMBEDDING_NAME
-    if path.is_file() and (checkpoint.directory / manifest.FILE_NAME).is_file():
-        facts = manifest.read_manifest(checkpoint.directory).facts
-        checkpoint.embedding = TensorStore(read_header(path))
-        checkpoint.shared = facts["tied"] == "share"
-        checkpoint.quantization |= {name: scheme_from_dict(scheme) for name, scheme in facts["embedding"].items()}
+def _open_codes(checkpoint: Checkpoint) -> None:
+    """Takes up the codes of modules that are stored dequantized; the directory's manifest says which."""
+    folder = checkpoint.directory / CODES_NAME
+    if folder.is_dir() and (checkpoint.directory / manifest.FILE_NAME).is_file():
+        facts = manifest.read_manifest(checkpoint.directory, "quantized-checkpoint").facts
+        checkpoint.codes = TensorStore.open(folder)
+        checkpoint.quantization |= {name: scheme_from_dict(scheme) for name, scheme in facts["codes"].items()}
+        if facts["tied"] == "share":
+            checkpoint.shared = True
+            checkpoint.quantization[facts["lm_head"]] = checkpoint.quantization[facts["embedding"]]
 
 
 def _config(directory: Path) -> Any:
@@ -143,7 +144,7 @@ class Checkpoint:
         tensors: the stored tensors, by their stored names.
         quantization: module name -> scheme of the modules that are quantized; empty for a floating-point checkpoint.
         shared: embedding and lm_head are one *quantized* tensor.
-        embedding: where a quantized embedding's codes are.
+        codes: the codes of modules whose stored weights are dequantized (docs/quantized-checkpoint.md).
     """
 
     given: str
@@ -152,7 +153,7 @@ class Checkpoint:
     tensors: TensorStore
     quantization: dict[str, QuantScheme]
     shared: bool = False
-    embedding: TensorStore | None = None
+    codes: TensorStore | None = None
 
     @property
     def config(self) -> Any:
@@ -178,9 +179,10 @@ class Checkpoint:
         stored = self.sources.modules.get(module)
         if stored is not None:
             return read_quantized(self.tensors, stored, self.quantization[module])
-        if self.embedding is None:
+        if self.codes is None:
             raise CheckpointError(f"{self.directory}: {module} is said to be quantized, and its tensors are not here")
-        return read_quantized(self.embedding, "embedding", self.quantization[module])
+        own = module if f"{module}.weight_scale" in self.codes else lm_modules(self.sources.model)[0]
+        return read_quantized(self.codes, own, self.quantization[module])
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model with every parameter (and the buffers of quantized modules) on the meta device, in eval mode.
@@ -235,9 +237,10 @@ class Checkpoint:
         return functools.partial(self.sources.read, name, dtype)
 
     def _packed_tensor(self, module: str, leaf: str, dtype: torch.dtype) -> Tensor:
-        tensor = dict(zip(PACKED, pack_weight(self.quantized(module)), strict=True))[leaf]
-        assert tensor is not None, f"{module} is symmetric"
-        return storable_scale(tensor, dtype) if leaf == "weight_scale" else tensor
+        quantized = self.quantized(module)
+        tensor = dict(zip(PACKED, (*pack_weight(quantized), quantized.input_scale), strict=True))[leaf]
+        assert tensor is not None, f"{module} has no {leaf}"
+        return storable(tensor, dtype) if leaf in ("weight_scale", "input_scale") else tensor
 
     def unused_tensors(self) -> list[str]:
         """Stored tensors that no parameter or buffer of the model takes."""
@@ -285,6 +288,8 @@ class Checkpoint:
         """
         config = files.portable_config(files.read_json(self.directory / files.CONFIG))
         config.pop("quantization_config", None)
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"].update({key: value for key, value in changes.items() if key in config["text_config"]})
         (dest / files.CONFIG).write_text(json.dumps({**config, **changes}, indent=1) + "\n", encoding="utf-8")
         files.copy_support_files(self.directory, dest)
 
@@ -293,13 +298,14 @@ class Sources:
     """Which stored tensors make which parameter, by transformers' own renaming and conversion rules for the model.
 
     Attributes:
+        model: the model on the meta device, as its config makes it.
         modules: module name -> name it is stored under, of the modules stored quantized.
         unused: stored tensors that nothing takes.
         tied: embedding and lm_head are one parameter.
     """
 
     def __init__(self, model: Any, store: TensorStore) -> None:
-        self._model, self._store = model, store
+        self.model, self._store = model, store
         self._direct: dict[str, str] = {}
         self._converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
         self._part_of: dict[str, str] = {}
@@ -313,7 +319,7 @@ class Sources:
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        state, prefix = self._model.state_dict(), self._model.base_model_prefix
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
         for key in sorted(self._store.names(), key=dot_natural_key):
             base, _, leaf = key.rpartition(".")
             quantized = f"{base}.weight_scale" in self._store
@@ -336,17 +342,18 @@ class Sources:
                 self._part_of.update({name.replace(first, other): name for other in (first, *others)})
 
     def _tie(self) -> None:
-        """Names of one tied parameter lead to the one that is stored; two that are stored with different values are not tied."""
+        """Names of one tied parameter lead to the one that is stored; two that are stored with different values are not
+        tied."""
         self._untied: list[str] = []
-        for target, source in self._model.all_tied_weights_keys.items():
+        for target, source in self.model.all_tied_weights_keys.items():
             stored = [name for name in (target, source) if self._stored(name)]
             if len(stored) == 1:
                 self._direct_alias(stored[0], target if stored[0] == source else source)
             elif len(stored) == 2 and not torch.equal(self.read(target), self.read(source)):
                 self._untied.append(target)
-        ends = [get() for get in (self._model.get_input_embeddings, self._model.get_output_embeddings)]
+        ends = [get() for get in (self.model.get_input_embeddings, self.model.get_output_embeddings)]
         same = None not in ends and ends[0].weight is ends[1].weight
-        names = {name for name, p in self._model.named_parameters(remove_duplicate=False) if same and p is ends[1].weight}
+        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if same and p is ends[1].weight}
         self.tied = same and not names & set(self._untied)
 
     def _stored(self, name: str) -> bool:
@@ -366,13 +373,22 @@ class Sources:
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._stored(name)
 
-    def stored_name(self, name: str) -> str | None:
-        """The stored tensor that is parameter ``name`` as it is, or ``None`` if it has to be converted or is not stored."""
+    def units(self) -> Iterator[tuple[list[str], list[str]]]:
+        """``(stored tensors, the model's names made from them)``, one by one; a single stored tensor is taken as it is."""
+        takers: dict[str, list[str]] = {}
+        for name, key in self._direct.items():
+            takers.setdefault(key, []).append(name)
+        yield from (([key], names) for key, names in takers.items())
+        for first, (_, keys) in self._converted.items():
+            yield [key for key, _ in keys], [name for name, start in self._part_of.items() if start == first]
+
+    def stored_key(self, name: str) -> str | None:
+        """The stored tensor that is ``name`` as it is, or ``None`` if it takes a conversion."""
         return self._direct.get(name)
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor of ``name``, floating point as ``dtype`` (float32 where the model keeps that)."""
-        kept = self._model._get_dtype_plan(dtype)
+        kept = self.model._get_dtype_plan(dtype)
         if kept and build_glob_alternation(list(kept))[0].search(name):
             dtype = torch.float32
         if name in self._direct:
@@ -381,9 +397,10 @@ class Sources:
         rule, keys = self._converted[first]
         rule = copy.deepcopy(rule)
         for key, pattern in keys:
-            rule.add_tensor(first, key, pattern, functools.partial(self._read_cast, key, dtype))
+            reader: Any = functools.partial(self._read_cast, key, dtype)
+            rule.add_tensor(first, key, pattern, reader)
         with quiet():
-            made = rule.convert(first, model=self._model, config=self._model.config)
+            made = rule.convert(first, model=self.model, config=self.model.config)
         value = made[name]
         return value[0] if isinstance(value, list) else value
 
@@ -410,16 +427,22 @@ def lm_modules(model: Any) -> tuple[str, str]:
     return found[0], found[1]
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Is the module's ``weight`` stored ``[I, O]``?"""
+    return isinstance(module, Conv1D)
+
+
 def _matrix(module: Any) -> tuple[int, int]:
     """``(O, I)`` of a linear, Conv1D or embedding."""
     rows, columns = module.weight.shape
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
-def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
+def linears(model: Any) -> dict[str, tuple[int, int]]:
     """Module name -> ``(out_features, in_features)`` of every linear layer except lm_head, in model order.
 
-    A linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``, whose weight is transposed) that computes what its class does.
+    A linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``, whose weight is transposed) that computes what its class
+    does.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {name: _matrix(module) for name, module in model.named_modules() if _is_linear(module) and module is not head}

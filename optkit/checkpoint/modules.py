@@ -14,7 +14,7 @@ from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
 from optkit.errors import UnsupportedError
 from optkit.scheme import QuantScheme
 
-PACKED = ("weight_packed", "weight_scale", "weight_zero_point")
+PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "input_scale")
 
 
 @contextlib.contextmanager
@@ -52,12 +52,6 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def storable_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` in ``dtype`` if that changes no value, else as it is."""
-    cast = scale.to(dtype)
-    return cast if torch.equal(cast.to(torch.float32), scale.to(torch.float32)) else scale
-
-
 def row_factor(embedding: nn.Module) -> float:
     """What an embedding module multiplies its rows by, found by looking up ones.
 
@@ -84,7 +78,8 @@ def _ramp(dtype: torch.dtype, width: int) -> Tensor:
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Does a subclass of ``nn.Linear`` with a ``forward`` of its own still compute ``x @ W.T + b``? Tried on small random weights."""
+    """Does a subclass of ``nn.Linear`` with a ``forward`` of its own still compute ``x @ W.T + b``? Tried on small random
+    weights."""
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(module)
     weight, x = (torch.randn(n, 7, generator=generator, dtype=torch.float64) for n in (5, 2))
@@ -113,12 +108,13 @@ def meta_quantized(module: nn.Module, scheme: QuantScheme, dtype: torch.dtype, o
     if isinstance(module, nn.Embedding):
         return QuantEmbedding(packed, scale, zero_point, scheme, factor=row_factor(module), dtype=dtype)
     bias: Any = getattr(module, "bias", None)
-    return QuantLinear(packed, scale, zero_point, scheme, bias=None if bias is None else bias.data)
+    inputs_scale = None if scheme.dynamic_activations else torch.empty((), dtype=dtype, device="meta")
+    return QuantLinear(packed, scale, zero_point, scheme, None if bias is None else bias.data, inputs_scale)
 
 
 def share_weights(embedding: nn.Module, head: nn.Module) -> None:
     """Makes ``head`` hold the very buffers of ``embedding``."""
-    for name in PACKED:
+    for name in PACKED[:3]:
         head._buffers[name] = embedding._buffers[name]
 
 
@@ -138,7 +134,7 @@ class _Embedding(nn.Embedding):
     """An embedding that multiplies its rows by a constant."""
 
     def __init__(self, weight: nn.Parameter, factor: float) -> None:
-        super().__init__(*weight.shape, _weight=weight, _freeze=True)
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
         self.factor = factor
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ The buffers are in the layout the runtimes read (packing.py, ``nbits``), so expo
 ``weight_packed``      uint8 ``[O, G, g*bits/8]``
 ``weight_scale``       float ``[O, G]``
 ``weight_zero_point``  uint8 ``[O, ceil(G*bits/8)]``, packed the same way, or ``None``
+``input_scale``        scalar, for 8-bit activations with a calibrated scale, or ``None``
+
+With 8-bit activations the input is rounded to int8 first, per token or with ``input_scale``, and multiplied in floating point.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit import packing
-from optkit.checkpoint.affine import QuantizedWeight, dequantize
+from optkit.checkpoint.affine import QuantizedWeight, dequantize, fake_quantize_inputs
 from optkit.scheme import QuantScheme
 
 
@@ -61,6 +64,7 @@ class QuantLinear(nn.Module):
     weight_scale: Tensor
     weight_zero_point: Tensor | None
     bias: Tensor | None
+    input_scale: Tensor | None
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class QuantLinear(nn.Module):
         zero_point: Tensor | None,
         scheme: QuantScheme,
         bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.scheme = scheme
@@ -79,10 +84,11 @@ class QuantLinear(nn.Module):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("weight_zero_point", zero_point)
         self.register_buffer("bias", bias)
+        self.register_buffer("input_scale", input_scale)
 
     @classmethod
     def from_quantized(cls, quantized: QuantizedWeight, bias: Tensor | None = None) -> QuantLinear:
-        return cls(*pack_weight(quantized), quantized.scheme, bias)
+        return cls(*pack_weight(quantized), quantized.scheme, bias, quantized.input_scale)
 
     def dequantized(self) -> Tensor:
         """float32 ``[O, I]``."""
@@ -93,6 +99,8 @@ class QuantLinear(nn.Module):
         return self.dequantized()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.scheme.activation_bits == 8:
+            x = fake_quantize_inputs(x, self.input_scale)
         return nn.functional.linear(x, self.dequantized().to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """The facts of a model (:class:`~optkit.manifest.ModelSpec`), read from its config, generation config and tokenizer files.
 
-Cache sizes come from ``head_dim`` and ``num_key_value_heads``; ``hidden_size / num_heads`` only counts when a config has no ``head_dim``.
-Old spellings are resolved by the config class itself (its ``attribute_map``).
+Cache sizes come from ``head_dim`` and ``num_key_value_heads``; ``hidden_size / num_heads`` only counts when a config has no
+``head_dim``. Old spellings are resolved by the config class itself (its ``attribute_map``).
 """
 
 from __future__ import annotations

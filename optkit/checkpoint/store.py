@@ -1,15 +1,17 @@
 """Tensors on disk: reading safetensors shards one tensor at a time, writing shards, and the compressed-tensors layout.
 
-A safetensors file is ``u64 n``, ``n`` bytes of JSON (name -> dtype, shape, byte range) and the data. The header is read and checked
-against the file's size when a store is opened, so a truncated download is an error with the file's name, and not a crash in the
-middle of a conversion. A tensor is read into memory of its own, without a map of the file: reading a 100 GB checkpoint tensor by
-tensor costs the largest tensor.
+A safetensors file is ``u64 n``, ``n`` bytes of JSON (name -> dtype, shape, byte range) and the data. The header is read and
+checked against the file's size when a store is opened, so a truncated download is an error with the file's name, and not a
+crash in the middle of a conversion. A tensor is read into memory of its own, without a map of the file: reading a 100 GB
+checkpoint tensor by tensor costs the largest tensor.
 
 Quantized linears are stored as the ``compressed-tensors`` library stores them, with ``code`` unsigned as in scheme.py:
 
-``pack-quantized``  ``weight_packed`` int32 ``[O, ceil(I*b/32)]`` (packing.py, ``int32``), ``weight_scale`` ``[O, G]``, ``weight_shape`` int64 ``[2]``,
-                    and when asymmetric ``weight_zero_point`` int32 ``[ceil(O*b/32), G]``.
-``int-quantized``   ``weight`` int8 ``[O, I]`` (``code - 128``) and ``weight_scale`` ``[O, 1]``: w8a8.
+``pack-quantized``
+    ``weight_packed`` int32 ``[O, ceil(I*b/32)]`` (packing.py, ``int32``), ``weight_scale`` ``[O, G]``, ``weight_shape`` int64 ``[2]``, and
+    when asymmetric ``weight_zero_point`` int32 ``[ceil(O*b/32), G]``.
+``int-quantized``
+    w8a8: ``weight`` int8 ``[O, I]`` (``code - 128``), ``weight_scale`` ``[O, 1]`` and, when calibrated, ``input_scale`` ``[1]``.
 
 Scales keep their sign: the library computes ``(code - zero_point) * scale`` and never looks at it.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from optkit import packing
-from optkit.checkpoint.affine import QuantizedWeight
+from optkit.checkpoint.affine import SCALE_DTYPE, QuantizedWeight
 from optkit.errors import CheckpointError, UnsupportedError
 from optkit.scheme import QuantScheme, matches
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-EMBEDDING_NAME = "quantized_embedding.safetensors"  # codes of a quantized embedding; docs/quantized-checkpoint.md
+CODES_NAME = "codes"  # folder beside the weights, see docs/quantized-checkpoint.md
 SHARD_BYTES = 512 * 2**20
 HEADER_LIMIT = 100 * 10**6  # the format's own limit
 
@@ -172,7 +174,7 @@ class TensorStore:
         entry = self.entry(name)
         out = torch.empty(entry.shape, dtype=entry.dtype)
         if entry.end > entry.begin:
-            view = memoryview(out.reshape(-1).view(torch.uint8).numpy()).cast("B")
+            view: Any = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             with open(entry.file, "rb", buffering=0) as handle:
                 handle.seek(entry.begin)
                 done = 0
@@ -184,45 +186,56 @@ class TensorStore:
         return out
 
 
-def write_shards(dest: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Writes ``tensors`` into safetensors shards as they come; never holds more than one shard (or one larger tensor).
+class ShardWriter:
+    """Writes safetensors shards into ``directory`` as tensors come; holds one shard at most (or one larger tensor)."""
 
-    Returns the file names: ``model.safetensors``, or the shards beside ``model.safetensors.index.json``.
-    """
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
+    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes
+        self.total = 0
+        self._size = 0
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
 
-    def flush() -> None:
-        nonlocal size
-        save_file(pending, dest / f"shard-{len(shards)}.part", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-        size = 0
-
-    for name, tensor in tensors:
+    def add(self, name: str, tensor: Tensor) -> None:
         count = tensor.numel() * tensor.element_size()
-        if pending and size + count > shard_bytes:
-            flush()
-        pending[name] = tensor.contiguous()
-        size, total = size + count, total + count
-    if pending or not shards:
-        flush()
-    return _name_shards(dest, shards, total)
+        if self._pending and self._size + count > self.shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._size += count
+        self.total += count
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._size = {}, 0
+
+    def _part(self, index: int) -> Path:
+        return self.directory / f"shard-{index}.part"
+
+    def close(self) -> list[str]:
+        """Writes what is pending and names the files: ``model.safetensors``, or shards and ``model.safetensors.index.json``."""
+        if self._pending or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self.directory / SINGLE_NAME)
+            return [SINGLE_NAME]
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        weight_map: dict[str, str] = {}
+        for i, file in enumerate(files):
+            self._part(i).rename(self.directory / file)
+            weight_map.update(dict.fromkeys(self._shards[i], file))
+        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        return files
 
 
-def _name_shards(dest: Path, shards: list[list[str]], total: int) -> list[str]:
-    if len(shards) == 1:
-        (dest / "shard-0.part").rename(dest / SINGLE_NAME)
-        return [SINGLE_NAME]
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    weight_map = {}
-    for i, (file, names) in enumerate(zip(files, shards, strict=True)):
-        (dest / f"shard-{i}.part").rename(dest / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (dest / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    return files
+def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Writes ``tensors`` with a :class:`ShardWriter`; returns the names of the safetensors files."""
+    writer = ShardWriter(directory, shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    return writer.close()
 
 
 # compressed-tensors
@@ -231,11 +244,13 @@ def _name_shards(dest: Path, shards: list[list[str]], total: int) -> list[str]:
 def pack_for_store(quantized: QuantizedWeight) -> dict[str, Tensor]:
     """A quantized matrix as the tensors of its module: ``weight_packed`` and so on, without the module's name."""
     scheme, codes = quantized.scheme, quantized.codes
+    scale = storable(quantized.scale, SCALE_DTYPE)
     if scheme.activation_bits == 8:
-        return {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": quantized.scale}
+        tensors = {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale}
+        return tensors if quantized.input_scale is None else {**tensors, "input_scale": quantized.input_scale.reshape(1)}
     tensors = {
         "weight_packed": torch.from_numpy(packing.pack_int32(codes.cpu().numpy(), scheme.num_bits)),
-        "weight_scale": quantized.scale,
+        "weight_scale": scale,
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
     }
     if quantized.zero_point is not None:
@@ -244,8 +259,17 @@ def pack_for_store(quantized: QuantizedWeight) -> dict[str, Tensor]:
     return tensors
 
 
+def storable(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
+    """``tensor`` in the first of ``dtypes`` that changes no value, else as it is."""
+    for dtype in dtypes:
+        cast = tensor.to(dtype)
+        if torch.equal(cast.to(torch.float32), tensor.to(torch.float32)):
+            return cast
+    return tensor
+
+
 def read_quantized(store: TensorStore, module: str, scheme: QuantScheme) -> QuantizedWeight:
-    """The quantized matrix of ``module``, packed codes to codes.
+    """The quantized matrix stored under ``module``, packed codes to codes.
 
     Raises:
         CheckpointError: its tensors are missing or do not fit the scheme.
@@ -256,12 +280,13 @@ def read_quantized(store: TensorStore, module: str, scheme: QuantScheme) -> Quan
         raise UnsupportedError(f"{module}: groups in activation order ({name}_g_idx) are not supported")
     scale = store.get(f"{name}_scale")
     try:
-        if f"{name}_packed" not in store:
+        if scheme.activation_bits == 8:
             codes = (store.get(name).to(torch.int16) + 128).to(torch.uint8)
-            return QuantizedWeight(codes, scale.reshape(codes.shape[0], -1), None, scheme)
-        rows, inputs = (int(n) for n in store.get(f"{name}_shape"))
+            inputs = store.get(f"{module}.input_scale").reshape(()) if f"{module}.input_scale" in store else None
+            return QuantizedWeight(codes, scale.reshape(codes.shape[0], -1), None, scheme, inputs)
+        rows, columns = (int(n) for n in store.get(f"{name}_shape"))
         packed = store.get(f"{name}_packed").numpy()
-        codes = torch.from_numpy(packing.unpack_int32(packed, scheme.num_bits, inputs))
+        codes = torch.from_numpy(packing.unpack_int32(packed, scheme.num_bits, columns))
         zero_point = None
         if not scheme.symmetric:
             words = store.get(f"{name}_zero_point").numpy()
@@ -360,9 +385,3 @@ def _scheme(module: str, group: Mapping[str, Any]) -> QuantScheme:
         activation_bits=16 if activations is None else 8,
         dynamic_activations=True if activations is None else bool(activations.get("dynamic")),
     )
-
-
-def read_tensors(store: TensorStore, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` one after the other."""
-    for name in names:
-        yield name, store.get(name)

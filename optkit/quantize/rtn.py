@@ -1,0 +1,170 @@
+"""Round to nearest, with a search for the scale of each group.
+
+A group of weights ``w`` gets a scale ``s`` and zero point ``z`` and each weight the nearest code. The range gives a first ``(s,
+z)`` (affine.py: the signed peak on code 0, or min and max). ``search="mse"`` tries others around it and keeps, for each group
+by itself, the one with the least weighted squared error ``sum_i h_i (w_i - q_i)²``. Scales are tried as they will be stored,
+and the range's own is among them, so no group gets worse than without the search.
+
+* symmetric: ``f`` times the range's scale, for ``f`` of both signs (peak on code 0, or on the last code), then the
+  least-squares scale
+  of the codes found, ``s = <w, c>_h / <c, c>_h``, and the nearest codes for that.
+* asymmetric: a narrower range around its centre, each with the zero points one up and one down, then the least-squares scale.
+
+With ``statistics`` ``h`` is the mean square of each input, ``diag(H)`` in the notation of GPTQ (Frantar et al. 2022): the error
+of the layer's output, were inputs uncorrelated. Without, ``h = w²``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.checkpoint.affine import QuantizedWeight, grouped, quantize, range_scale, safe_scale, signed_peak
+from optkit.checkpoint.model import Checkpoint, is_transposed
+from optkit.errors import UsageError
+from optkit.quantize.plan import Plan
+from optkit.recipe import QuantizeRecipe
+from optkit.scheme import QuantScheme, check_group_sizes
+
+CHUNK = 1 << 16  # weights searched at a time: 256 KB of float32, so that a chunk and its copies stay in a core's cache
+SEARCHES = ("mse", "minmax")
+SYMMETRIC_FACTORS = (*(1.12 - 0.04 * i for i in range(10)), *(-1.26 + 0.04 * i for i in range(10)))
+RANGE_FACTORS = tuple(1.0 - 0.04 * i for i in range(8))
+REFITS = 2
+
+Grid = tuple[Tensor, Tensor | None]  # scale [O, G] and zero point [O, G], both float32; None for the fixed zero point
+
+
+def quantize_linear(
+    weight: Tensor,
+    scheme: QuantScheme,
+    statistics: Tensor | None = None,
+    search: str = "mse",
+    name: str = "weight",
+) -> QuantizedWeight:
+    """Quantizes one matrix by rounding to nearest.
+
+    Args:
+        weight: ``[O, I]`` floating point.
+        scheme: bits, symmetry, group size.
+        statistics: ``[I]``, how much the error of each input counts (the diagonal of the inputs' second moment), or ``None``.
+        search: ``mse`` or ``minmax``.
+        name: for error messages.
+
+    Raises:
+        UsageError: the group size does not divide ``I``; not a matrix; an unknown search; a weight that is not finite.
+    """
+    if weight.dim() != 2:
+        raise UsageError(f"{name}: a matrix is quantized, and this has the shape {list(weight.shape)}")
+    if search not in SEARCHES:
+        raise UsageError(f"scale search {search!r} is not known; known: {', '.join(SEARCHES)}")
+    check_group_sizes({name: (weight.shape[0], weight.shape[1])}, {name: scheme})
+    if not bool(weight.isfinite().all()):
+        raise UsageError(
+            f"{name}: has weights that are NaN or infinite; the checkpoint is damaged or overflowed in its data type"
+        )
+    rows = max(1, CHUNK // weight.shape[1])
+    parts = [_quantize_rows(part.float(), scheme, statistics, search) for part in weight.split(rows)]
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    return QuantizedWeight(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zero_points) if zero_points else None,
+        scheme,
+    )
+
+
+def _quantize_rows(weight: Tensor, scheme: QuantScheme, statistics: Tensor | None, search: str) -> QuantizedWeight:
+    scale, zero_point = range_scale(weight, scheme)
+    if search == "mse":
+        groups = grouped(weight, scheme)
+        importance = groups.square() if statistics is None else statistics.float().unflatten(-1, groups.shape[1:])
+        grid = _best(groups, importance, (scale, None if zero_point is None else zero_point.float()), scheme)
+        scale, zero_point = grid[0], None if grid[1] is None else grid[1].to(torch.uint8)
+    return quantize(weight, scale, zero_point, scheme)
+
+
+def _best(groups: Tensor, importance: Tensor, first: Grid, scheme: QuantScheme) -> Grid:
+    """The best grid of each group, starting with ``first``, which is the answer unless another is better."""
+    best, least = first, _error(groups, importance, first, scheme)
+    candidates: Callable[..., Iterator[Grid]] = _symmetric if scheme.symmetric else _asymmetric
+    for grid in candidates(groups, scheme):
+        best, least = _better(groups, importance, grid, best, least, scheme)
+    for _ in range(REFITS):
+        best, least = _better(groups, importance, _refit(groups, importance, best, scheme), best, least, scheme)
+    return best
+
+
+def _better(
+    groups: Tensor, importance: Tensor, grid: Grid, best: Grid, least: Tensor, scheme: QuantScheme
+) -> tuple[Grid, Tensor]:
+    error = _error(groups, importance, grid, scheme)
+    wins = error < least
+    zero_point = None if grid[1] is None or best[1] is None else torch.where(wins, grid[1], best[1])
+    return (torch.where(wins, grid[0], best[0]), zero_point), torch.where(wins, error, least)
+
+
+def _steps(groups: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
+    """``code - zero_point`` of the nearest codes, ``[O, G, g]``."""
+    offset = float(scheme.zero_point) if grid[1] is None else grid[1].unsqueeze(-1)
+    codes = (groups / grid[0].unsqueeze(-1)).add_(offset).round_().clamp_(0, scheme.code_max)
+    return codes.sub_(offset)
+
+
+def _error(groups: Tensor, importance: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
+    """Weighted squared error of each group, ``[O, G]``."""
+    return _steps(groups, grid, scheme).mul_(grid[0].unsqueeze(-1)).sub_(groups).square_().mul_(importance).sum(-1)
+
+
+def _refit(groups: Tensor, importance: Tensor, grid: Grid, scheme: QuantScheme) -> Grid:
+    """The least-squares scale for the codes of ``grid``; its own where that is not defined."""
+    steps = _steps(groups, grid, scheme)
+    weighted = steps * importance
+    scale = (weighted * groups).sum(-1) / (weighted * steps).sum(-1)
+    usable = scale.isfinite() & (scale != 0)
+    return safe_scale(torch.where(usable, scale, grid[0])), grid[1]
+
+
+def _symmetric(groups: Tensor, scheme: QuantScheme) -> Iterator[Grid]:
+    base = signed_peak(groups) / -scheme.zero_point
+    for factor in SYMMETRIC_FACTORS:
+        yield safe_scale(base * factor), None
+
+
+def _asymmetric(groups: Tensor, scheme: QuantScheme) -> Iterator[Grid]:
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    for factor in RANGE_FACTORS:
+        scale = safe_scale((high - low) * (factor / scheme.code_max))
+        centre = (scheme.code_max / 2 - (high + low) / 2 / scale).round_()
+        for shift in (0, 1, -1):
+            yield scale, (centre + shift).clamp(0, scheme.code_max)
+
+
+class Rtn:
+    """The solver of ``method: rtn``, and what the solvers of other methods are derived from.
+
+    A solver is made with everything it may need, answers for one module at a time, and keeps nothing it has answered.
+    """
+
+    def __init__(self, source: Checkpoint, plan: Plan, recipe: QuantizeRecipe, progress: Callable[..., Any]) -> None:
+        self.source, self.plan, self.recipe, self.progress = source, plan, recipe, progress
+
+    def target(self, module: str) -> Tensor:
+        """The float32 matrix ``[O, I]`` that the codes of ``module`` approximate."""
+        weight = self.source.tensor_for(f"{module}.weight")()
+        return weight.T.contiguous() if is_transposed(self.source.sources.model.get_submodule(module)) else weight
+
+    def quantize(self, module: str) -> QuantizedWeight:
+        """The codes and scales of one module of the plan."""
+        return quantize_linear(self.target(module), self.plan.schemes[module], search=self.recipe.scale_search, name=module)
+
+    def changed(self, parameter: str) -> Tensor | None:
+        """The new value of a floating-point parameter this method edits, or ``None``."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest should say of the run, beside the recipe."""
+        return {}
