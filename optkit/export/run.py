@@ -23,7 +23,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODEL_FILE = "model.onnx"
 DEFAULT_MAX_SEQ_LEN = 8192
 
-Progress = Callable[[str, float], None]
+Progress = Callable[..., None]
+STEPS = ("open", "reference", "prepare", "trace", "lower", "write", "verify", "digests")
 
 
 def export(
@@ -39,7 +40,7 @@ def export(
         checkpoint: floating point, or quantized by ``optkit.quantize`` (or in another compressed-tensors directory).
         recipe: the ``export`` section; ``options`` override its keys (``target="ort"``, ``dtype="fp32"``, ``max_seq_len=2048``).
         out_dir: replaced if it is an optkit directory; never half-written.
-        progress: called with a step's name and the share done, 0..1.
+        progress: called with ``(step, done, total)``, see STEPS.
 
     Returns:
         ``out_dir``.
@@ -52,8 +53,8 @@ def export(
     settings = _settings(recipe, options)
     if out_dir is None:
         raise UsageError("export: give an output directory (out_dir)")
-    report = progress or (lambda step, share: None)
-    report("open", 0.0)
+    report = _steps(progress)
+    report("open")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with staged_directory(out_dir) as staging:
         facts = write_graph(opened, settings, staging, report)
@@ -66,10 +67,15 @@ def export(
             model=opened.spec,
             facts=facts,
         )
-        report("manifest", 0.98)
+        report("digests")
         write_manifest(staging, manifest)
-    report("done", 1.0)
     return Path(out_dir)
+
+
+def _steps(progress: Progress | None) -> Callable[[str], None]:
+    if progress is None:
+        return lambda step: None
+    return lambda step: progress(f"export: {step}", STEPS.index(step), len(STEPS))
 
 
 def _settings(recipe: ExportRecipe | Mapping[str, Any] | None, options: Mapping[str, Any]) -> ExportRecipe:
@@ -78,26 +84,26 @@ def _settings(recipe: ExportRecipe | Mapping[str, Any] | None, options: Mapping[
     return parse_section(ExportRecipe, {**(recipe or {}), **options}, "export")  # type: ignore[no-any-return]
 
 
-def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, report: Progress) -> dict[str, Any]:
+def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, report: Callable[[str], None]) -> dict[str, Any]:
     """Traces, lowers and writes the graph into ``staging``; returns the facts for the manifest."""
     dtype = DTYPES[settings.dtype]
     max_seq_len = settings.max_seq_len or min(checkpoint.spec.max_seq_len, DEFAULT_MAX_SEQ_LEN)
-    report("reference", 0.05)
+    report("reference")
     reference = untouched_reference(checkpoint, dtype)
-    report("prepare", 0.2)
+    report("prepare")
     skeleton, weights = hollow(checkpoint, dtype)
     prepared = trace.prepare(skeleton, weights, reference, "slots", max_seq_len)
-    report("trace", 0.3)
+    report("trace")
     program = trace.capture(prepared)
-    report("lower", 0.6)
+    report("lower")
     opset = settings.opset or ort.OPSET
     table = ort.OrtTable(opset, prepared.spec.layout, settings.accuracy_level).table()
     model = translate(program, table, opset, trace.input_names(prepared.spec), trace.output_names(prepared.spec))
     del program
     finish.finish_ort(model, prepared.spec, weights)
-    report("write", 0.75)
+    report("write")
     finish.save(model, staging / MODEL_FILE)
-    report("verify", 0.85)
+    report("verify")
     verified = verify_onnx(staging / MODEL_FILE, prepared.spec, reference, dtype)
     graph = prepared.spec.to_dict()
     return {"target": settings.target, "graph": graph, "model_file": MODEL_FILE, "verified": verified, **prepared.facts}
