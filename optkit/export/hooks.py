@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from optkit.errors import UnsupportedError
-from optkit.export.provenance import Capture, Plan
+from optkit.export.provenance import Capture
 
 NAME = "optkit"
 
@@ -93,6 +93,11 @@ class ExportLayer(CacheLayerMixin):
         self.present = (present_k, present_v)
         return keys, values
 
+    def present_of(self, role: str) -> Tensor:
+        """The new content of a buffer the layer was given; what it was if the model never wrote it."""
+        keys, values = self.present or (self.past_k, self.past_v)
+        return keys if role == "key" else values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return Capture.require().tokens.valid.shape[1], 0
 
@@ -102,13 +107,6 @@ class ExportLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-def export_cache(plan: Plan, pasts: list[tuple[Tensor, Tensor] | None]) -> Cache:
-    """A Cache over the graph's past inputs; ``None`` for a layer that keeps none."""
-    filler = next(p for p in pasts if p is not None)
-    layers = [ExportLayer(i, *(past or filler), fused) for i, (past, fused) in enumerate(zip(pasts, plan.fused, strict=True))]
-    return Cache(layers=layers)
 
 
 def _sliding_window(function: Callable[..., Any], size: int) -> bool:
@@ -136,7 +134,7 @@ def mask_function(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor:
-    """Our mask: plain causal and sliding windows are recognised; any other is built from the model's own index function at our slots."""
+    """Our mask: plain causal and sliding windows are recognised; others come from the model's own index function at our slots."""
     capture = Capture.require()
     tokens, found = capture.tokens, None
     if capture.plan.recording:
@@ -179,7 +177,9 @@ def attention_function(
     capture = Capture.require()
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if unknown:
-        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which the exporter does not know")
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which the exporter does not know"
+        )
     layer_index = getattr(module, "layer_idx", None)
     capture.attention_layers.append(layer_index)
     sinks = s_aux if s_aux is not None else sinks

@@ -68,6 +68,7 @@ class Capture:
         self._tags: dict[tuple[int, str], tuple[Tensor, dict[str, Any]]] = {}
         self._masks: dict[int, Tensor] = {}
         self._mask_calls = 0
+        self.shared: dict[str, Any] = {}  # things made once per forward, by name
         self.attention_layers: list[int | None] = []  # layer of each call of our attention function
         self.unfused: dict[int | None, str] = {}  # layer -> why its attention is not tier 1
 

@@ -91,6 +91,11 @@ class WantedPositions(nn.Module):
             hidden = _OPS.take_positions(hidden, capture.logits_positions, capture.tokens.query_lens)
         return self.head(hidden)
 
+    @property
+    def weight(self) -> Tensor:
+        """Some models ask their head for its dtype."""
+        return self.head.weight  # type: ignore[return-value]
+
 
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """``(parent, name, child)`` of every submodule, safe against replacement while iterating."""
@@ -114,7 +119,12 @@ def _rms_norm(module: nn.Module, weights: Weights) -> ExportRMSNorm | None:
     parameters = list(module.named_parameters(recurse=False))
     if len(parameters) != 1 or parameters[0][1].dim() != 1 or list(module.children()):
         return None
-    eps = next((getattr(module, a) for a in ("variance_epsilon", "eps", "epsilon") if isinstance(getattr(module, a, None), float)), None)
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm takes its gate as well
+        return None
+    eps = next(
+        (getattr(module, a) for a in ("variance_epsilon", "eps", "epsilon") if isinstance(getattr(module, a, None), float)),
+        None,
+    )
     if eps is None:
         return None
     name, weight = parameters[0]
@@ -283,7 +293,14 @@ def replace_rotary(model: nn.Module, max_seq_len: int, notes: list[str]) -> list
 
 def classify_rotary(function: Callable[..., Any]) -> tuple[str, bool] | None:
     """``(layout of its cos and sin, interleaved)`` of an apply_rotary function that equals ours on random tensors."""
-    for layout, interleaved in (("half", False), ("half", True), ("pairs", True), ("compact", False), ("compact", True), ("complex", True)):
+    for layout, interleaved in (
+        ("half", False),
+        ("half", True),
+        ("pairs", True),
+        ("compact", False),
+        ("compact", True),
+        ("complex", True),
+    ):
         with contextlib.suppress(Exception):  # any failure of a foreign function means: not this kind
             if all(_rotates(function, layout, interleaved, size, turned) for size, turned in ((16, 16), (16, 8))):
                 return layout, interleaved
@@ -327,14 +344,22 @@ def rotary_patches(model: nn.Module, notes: list[str]) -> list[tuple[Any, str, C
 def _rotary_replacement(original: Callable[..., Any], layout: str, interleaved: bool) -> Callable[..., Any]:
     def rotated(capture: Capture, x: Tensor, record: dict[str, Any]) -> Tensor:
         out = _OPS.rope(x, record["cos"], record["sin"], record["positions"], interleaved)
-        tagged = {"raw": x, "cos": record["cos"], "positions": record["positions"], "sin": record["sin"], "interleaved": interleaved}
+        tagged = {
+            "raw": x,
+            "cos": record["cos"],
+            "positions": record["positions"],
+            "sin": record["sin"],
+            "interleaved": interleaved,
+        }
         return capture.tag(out, "rotated", **tagged)
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, *args: Any, **kwargs: Any) -> Any:
         capture = Capture.current
         record = capture.look(cos, "angles") if capture is not None else None
         extra = args[1:] if layout != "complex" else args
-        odd = extra or any(v is not None and not (key == "unsqueeze_dim" and v == 1) for key, v in kwargs.items() if key != "sin")
+        odd = extra or any(
+            v is not None and not (key == "unsqueeze_dim" and v == 1) for key, v in kwargs.items() if key != "sin"
+        )
         if capture is None or record is None or record["layout"] != layout or odd:
             return original(q, k, cos, *args, **kwargs)
         if layout == "complex":
@@ -365,11 +390,24 @@ class ExportExperts(nn.Module):
         self.activation = activation
         for name in ("fc1", "fc1_scale", "fc1_bias", "fc2", "fc2_scale", "fc2_bias"):
             tensor = tensors.get(name)
-            self.register_buffer(name, None if tensor is None else tensor.detach() if tensor.requires_grad else tensor, persistent=False)
+            if isinstance(tensor, nn.Parameter):  # the module's own, under a second name: registered as what it is
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         return _OPS.moe(
-            x, index, weight, self.fc1, self.fc1_scale, self.fc1_bias, self.fc2, self.fc2_scale, self.fc2_bias, *self.activation, 0
+            x,
+            index,
+            weight,
+            self.fc1,
+            self.fc1_scale,
+            self.fc1_bias,
+            self.fc2,
+            self.fc2_scale,
+            self.fc2_bias,
+            *self.activation,
+            0,
         )
 
 
@@ -421,7 +459,11 @@ def _gate(module: Any, width: int) -> tuple[bool, float, float, float] | None:
     with torch.no_grad():
         want = module._apply_gate(y)
     limit = float(getattr(module, "limit", 0.0) or 0.0)
-    kinds = ((1.0, 0.0, 0.0), (float(getattr(module, "alpha", 1.702)), 1.0, limit), (float(getattr(module, "alpha", 1.702)), 1.0, 7.0))
+    kinds = (
+        (1.0, 0.0, 0.0),
+        (float(getattr(module, "alpha", 1.702)), 1.0, limit),
+        (float(getattr(module, "alpha", 1.702)), 1.0, 7.0),
+    )
     for concatenated in (True, False):
         gate, up = (y[:, : width // 2], y[:, width // 2 :]) if concatenated else (y[:, 0::2], y[:, 1::2])
         for alpha, beta, bound in kinds:

@@ -1,13 +1,14 @@
 """A model -> one captured program with explicit inputs: the wrapper, the eager plan, ``torch.export``.
 
-``prepare`` replaces what can be proven equal (substitute.py), runs the model once with our functions on real tensors, compares the
-logits with the untouched model's, and decides per layer how its attention is captured. ``capture`` then traces it once with
+``prepare`` replaces what can be proven equal (substitute.py), runs the model once with our functions on real tensors, compares
+the logits with the untouched model's, and decides per layer how its attention is captured. ``capture`` then traces it once with
 symbolic batch, sequence, total and capacity sizes. The sample has a padded row and sizes that are all different, so that
 nothing is specialised to them; run it again at other sizes to be sure (verify.py does).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from optkit import io_spec
 from optkit.errors import UnsupportedError, VerificationError
-from optkit.export import hooks, substitute
+from optkit.export import hooks, recurrences, state_hooks, substitute
 from optkit.export.provenance import Capture, Plan, Tokens, chunk_tokens, growing_tokens, scatter_tokens, slots_tokens
 from optkit.export.weights import Weights
 from optkit.io_spec import CacheSpec, GraphSpec
@@ -52,9 +53,9 @@ class Prepared:
 class GraphModule(nn.Module):
     """``forward(input_ids, where, logits_positions, pasts) -> (logits, *presents)``; ``where`` depends on the layout."""
 
-    def __init__(self, model: nn.Module, plan: Plan, cached: list[bool]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, caches: tuple[CacheSpec, ...]) -> None:
         super().__init__()
-        self.model, self.plan, self.cached = model, plan, cached
+        self.model, self.plan, self.caches = model, plan, caches
         self.last: tuple[Capture, Any] | None = None
 
     def tokens(self, input_ids: Tensor, where: tuple[Tensor, ...], pasts: list[Tensor]) -> Tokens:
@@ -64,27 +65,29 @@ class GraphModule(nn.Module):
         if layout == "growing":
             return growing_tokens(input_ids, *where)
         make = chunk_tokens if layout == "chunks" else scatter_tokens
-        return make(input_ids, *where, capacity=pasts[0].shape[2])
+        buffers = [past for cache, past in zip(self.caches, pasts, strict=True) if cache.role == "key"]
+        return make(input_ids, where[0], where[1], buffers[0].shape[2] if buffers else 0)
 
-    def forward(self, input_ids: Tensor, where: tuple[Tensor, ...], logits_positions: Tensor | None, pasts: list[Tensor]) -> Any:
+    def forward(
+        self, input_ids: Tensor, where: tuple[Tensor, ...], logits_positions: Tensor | None, pasts: list[Tensor]
+    ) -> Any:
         tokens = self.tokens(input_ids, where, pasts)
         capture = Capture(self.plan, tokens, logits_positions)
-        pairs = iter(zip(pasts[0::2], pasts[1::2], strict=True))
+        by_layer: list[dict[str, Tensor]] = [{} for _ in self.plan.fused]
+        for spec, past in zip(self.caches, pasts, strict=True):
+            by_layer[spec.layer][spec.role] = past
         with capture.active():
-            cache = hooks.export_cache(self.plan, [next(pairs) if cached else None for cached in self.cached])
+            cache = state_hooks.export_cache(self.plan, by_layer)
             out = self.model(
                 input_ids=input_ids,
-                attention_mask=tokens.valid,
+                attention_mask=tokens.valid if any(c.role == "key" for c in self.caches) else None,
                 position_ids=tokens.position_ids,
                 cache=cache,
                 use_cache=True,
             )
         self.last = (capture, cache)
-        presents: list[Tensor] = []
-        for layer, cached in zip(cache.layers, self.cached, strict=True):
-            if cached:
-                presents.extend(layer.present or (layer.past_k, layer.past_v))
-        return (out.logits, *presents)
+        layers: Any = cache.layers
+        return (out.logits, *(layers[c.layer].present_of(c.role) for c in self.caches))
 
 
 @dataclass
@@ -94,12 +97,18 @@ class Reference:
     Attributes:
         rows: token ids of each row.
         logits: ``[len(row), V]`` float32 per row: the row alone, without padding or cache.
-        shapes: ``(key/value heads, key size, value size)`` per cache layer; ``None``: the layer keeps none.
+        layers: of the model's cache.
+        caches: every tensor the cache keeps.
+        patches: replacements for recurrent layers, which define the layout of their states.
+        notes: what they recognised.
     """
 
     rows: list[list[int]]
     logits: list[Tensor]
-    shapes: list[tuple[int, int, int] | None]
+    layers: int
+    caches: list[CacheSpec]
+    patches: list[recurrences.Patch]
+    notes: list[str]
 
     @property
     def scale(self) -> float:
@@ -119,46 +128,48 @@ def reference(model: nn.Module, vocab_size: int, seed: int = 0) -> Reference:
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in ROW_LENGTHS]
-    logits, shapes = [], None
+    notes: list[str] = []
+    patches = recurrences.state_patches(model, notes) + state_hooks.mask_patches(model)
     with torch.no_grad():
-        for row in rows:
-            out = model(input_ids=torch.tensor([row]), use_cache=shapes is None)
-            logits.append(out.logits[0].float())
-            shapes = cache_shapes(model, out) if shapes is None else shapes
-    assert shapes is not None
-    return Reference(rows, logits, shapes)
+        logits = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
+        with substitute.patched(patches):
+            layers, caches = cache_specs(model, model(input_ids=torch.tensor([rows[-1]]), use_cache=True))
+    return Reference(rows, logits, layers, caches, patches, notes)
 
 
-def cache_shapes(model: nn.Module, out: Any) -> list[tuple[int, int, int] | None]:
+def cache_specs(model: nn.Module, out: Any) -> tuple[int, list[CacheSpec]]:
+    """How many layers the model's cache has, and every tensor it keeps after a forward.
+
+    Raises:
+        UnsupportedError: no cache, or a layer keeps something other than keys, values and states.
+    """
     cache = getattr(out, "cache", None)
     cache = getattr(out, "past_key_values", None) if cache is None else cache
-    shapes: list[tuple[int, int, int] | None] = []
-    for index, layer in enumerate(getattr(cache, "layers", ())):
-        if type(layer).__name__ == "DummyLayer":
-            shapes.append(None)
-            continue
+    layers = getattr(cache, "layers", ())
+    specs: list[CacheSpec] = []
+    for index, layer in enumerate(layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or hasattr(layer, "conv_states"):
-            raise UnsupportedError(f"layer {index} keeps a recurrent state ({type(layer).__name__}), which this exporter cannot carry yet")
-        shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
-    if not shapes:
+        if keys is not None and values is not None:
+            for role, tensor in (("key", keys), ("value", values)):
+                specs.append(CacheSpec(index, role, (None, tensor.shape[1], None, tensor.shape[3]), _NUMPY_NAMES[tensor.dtype]))
+        if state_hooks.is_recurrent(layer):
+            specs.extend(state_hooks.state_specs(index, layer))
+        elif keys is None and type(layer).__name__ != "DummyLayer":
+            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}, which the exporter cannot carry")
+    if not specs:
         raise UnsupportedError(f"{type(model).__name__} returns no key/value cache, so it cannot be decoded step by step")
-    return shapes
+    return len(layers), specs
 
 
-def graph_spec(layout: str, shapes: list[tuple[int, int, int] | None], dtype: torch.dtype, max_seq_len: int, facts: dict[str, Any]) -> GraphSpec:
-    name = _NUMPY_NAMES[dtype]
-    length = max_seq_len if layout == "scatter" else None
-    caches = []
-    for index, shape in enumerate(shapes):
-        if shape is not None:
-            heads, key, value = shape
-            caches.append(CacheSpec(index, "key", (None, heads, length, key), name))
-            caches.append(CacheSpec(index, "value", (None, heads, length, value), name))
-    return GraphSpec(layout, tuple(caches), name, max_seq_len, layout != "growing", facts.get("rope_switch"))
+def graph_spec(layout: str, specs: list[CacheSpec], dtype: torch.dtype, max_seq_len: int, facts: dict[str, Any]) -> GraphSpec:
+    if layout == "scatter":
+        specs = [dataclasses.replace(c, shape=(None, *(max_seq_len if n is None else n for n in c.shape[1:]))) for c in specs]
+    return GraphSpec(layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout != "growing", facts.get("rope_switch"))
 
 
-def sample_inputs(spec: GraphSpec, batch: int = 2, new: int = 3, total: int = 7, capacity: int = 9, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+def sample_inputs(
+    spec: GraphSpec, batch: int = 2, new: int = 3, total: int = 7, capacity: int = 9, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
     """Inputs for the trace: sizes all different, a past of ``total - new``, two wanted positions."""
     ids = torch.ones(batch, new, dtype=torch.long)
     layout = spec.layout
@@ -170,7 +181,7 @@ def sample_inputs(spec: GraphSpec, batch: int = 2, new: int = 3, total: int = 7,
         past = torch.full((batch,), total - new)
         where = (past[:, None] + torch.arange(new)[None], past)
     length = {"growing": total - new, "scatter": spec.max_seq_len}.get(layout, capacity)
-    pasts = [torch.zeros(c.sizes(batch, length), dtype=dtype) for c in spec.caches]
+    pasts = [torch.zeros(c.sizes(batch, length), dtype=getattr(torch, c.dtype)) for c in spec.caches]
     positions = torch.tensor([-2, -1]) if spec.optional_logits_positions else None
     return ids, where, positions, pasts
 
@@ -187,9 +198,11 @@ def probe_inputs(spec: GraphSpec, rows: list[list[int]], dtype: torch.dtype) -> 
         capacity = 0
     else:
         zeros = torch.zeros(batch, dtype=torch.long)
-        where = {"slots": (mask,), "chunks": (zeros, lens), "scatter": (torch.arange(new)[None].expand(batch, new), zeros)}[spec.layout]
+        where = {"slots": (mask,), "chunks": (zeros, lens), "scatter": (torch.arange(new)[None].expand(batch, new), zeros)}[
+            spec.layout
+        ]
         capacity = spec.max_seq_len if spec.layout == "scatter" else new + 3
-    pasts = [torch.zeros(c.sizes(batch, capacity), dtype=dtype) for c in spec.caches]
+    pasts = [torch.zeros(c.sizes(batch, capacity), dtype=getattr(torch, c.dtype)) for c in spec.caches]
     return ids, where, torch.arange(new) if spec.optional_logits_positions else None, pasts
 
 
@@ -226,22 +239,24 @@ def prepare(model: nn.Module, weights: Weights, reference: Reference, layout: st
     """
     facts: dict[str, Any] = {"notes": []}
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    shapes = reference.shapes
+    facts["notes"].extend(reference.notes)
+    specs = reference.caches
     facts["linears"] = substitute.replace_linears(model)
     facts["experts"] = substitute.prepare_experts(model, weights)
     facts["norms"] = substitute.replace_norms(model, weights)
     rotary = substitute.replace_rotary(model, max_seq_len, facts["notes"])
-    patches = substitute.rotary_patches(model, facts["notes"])
+    patches = [*reference.patches, *substitute.rotary_patches(model, facts["notes"])]
     substitute.wrap_head(model)
     hooks.use_our_functions(model)
-    plan = Plan(layout, [shape is not None and layout != "growing" for shape in shapes])
-    wrapper = GraphModule(model, plan, [shape is not None for shape in shapes]).eval()
-    prepared = Prepared(wrapper, weights, dtype, graph_spec(layout, shapes, dtype, max_seq_len, facts), facts, patches)
+    buffered = {c.layer for c in specs if c.role == "key"}
+    plan = Plan(layout, [index in buffered and layout != "growing" for index in range(reference.layers)])
+    wrapper = GraphModule(model, plan, tuple(specs)).eval()
+    prepared = Prepared(wrapper, weights, dtype, graph_spec(layout, specs, dtype, max_seq_len, facts), facts, patches)
     settle_tiers(prepared, reference)
     switches = {t[2] for r in rotary for t in r.tables.values()} - {None}
     if switches:
         facts["rope_switch"] = min(switches)  # type: ignore[type-var]
-        prepared.spec = graph_spec(layout, shapes, dtype, max_seq_len, facts)
+        prepared.spec = graph_spec(layout, specs, dtype, max_seq_len, facts)
     return prepared
 
 
@@ -250,10 +265,11 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
     plan, facts = prepared.wrapper.plan, prepared.facts
     tolerance = PROBE_TOLERANCE[prepared.dtype]
     error, capture, cache = probe(prepared, reference)
-    if not capture.attention_layers:
+    buffered = {c.layer for c in prepared.wrapper.caches if c.role == "key"}
+    if buffered and not capture.attention_layers:
         plan.additive_masks = True
     fused = [
-        wanted and bool(layer.consumed) and layer.index not in capture.unfused
+        wanted and bool(getattr(layer, "consumed", False)) and layer.index not in capture.unfused
         for wanted, layer in zip(plan.fused, cache.layers, strict=True)
     ]
     if fused != plan.fused or plan.additive_masks:
@@ -261,8 +277,8 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
         error, capture, cache = probe(prepared, reference)
     facts["probe_error"] = error
     facts["tiers"] = [
-        None if not cached else 1 if is_fused else 2 if capture.attention_layers else 3
-        for is_fused, cached in zip(plan.fused, prepared.wrapper.cached, strict=True)
+        None if index not in buffered else 1 if is_fused else 2 if capture.attention_layers else 3
+        for index, is_fused in enumerate(plan.fused)
     ]
     if not error <= tolerance:
         raise VerificationError(
@@ -279,8 +295,8 @@ def dynamic_shapes(spec: GraphSpec) -> tuple[Any, ...]:
         where = ({0: dim}, {0: dim})
     else:
         where = ({0: dim, 1: dim}, {0: dim})
-    past = {0: dim} if spec.layout == "scatter" else {0: dim, 2: dim}
-    return {0: dim, 1: dim}, where, {0: dim} if spec.optional_logits_positions else None, [past for _ in spec.caches]
+    pasts = [{0: dim} if c.growing_axis is None else {0: dim, c.growing_axis: dim} for c in spec.caches]
+    return {0: dim, 1: dim}, where, {0: dim} if spec.optional_logits_positions else None, pasts
 
 
 def input_names(spec: GraphSpec) -> list[str]:

@@ -50,7 +50,7 @@ class SweptSession(Protocol):
 
     def reset(self) -> None: ...
 
-    def prefill(self, input_ids: Array, lengths: Array) -> Array: ...
+    def prefill(self, input_ids: Array, lengths: Array, logits: str = "last") -> Array: ...
 
     def decode(self, token_ids: Array) -> Array: ...
 
@@ -133,15 +133,15 @@ def session_logits(session: SweptSession, rows: Sequence[Row], all_positions: bo
     ids, lengths = right_padded([row.prompt for row in rows])
     session.reset()
     if all_positions:
-        full = session.prefill(ids, lengths, all_positions=True)  # type: ignore[call-arg]
+        full = session.prefill(ids, lengths, "all")
         parts = [[full[b, :n]] for b, n in enumerate(lengths)]
     else:
-        last = session.prefill(ids, lengths)
+        last = session.prefill(ids, lengths).copy()
         parts = [[last[b : b + 1]] for b in range(len(rows))]
     for step in range(len(rows[0].forced)):
         logits = session.decode(np.array([row.forced[step] for row in rows], dtype=np.int64))
         for b in range(len(rows)):
-            parts[b].append(logits[b : b + 1])
+            parts[b].append(logits[b : b + 1].copy())
     return [np.concatenate(p).astype(np.float32) for p in parts]
 
 

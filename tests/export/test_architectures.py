@@ -23,12 +23,12 @@ class TorchSession:
     def reset(self) -> None:
         self.rows = []
 
-    def prefill(self, input_ids: Array, lengths: Array, all_positions: bool = False) -> Array:
+    def prefill(self, input_ids: Array, lengths: Array, logits: str = "last") -> Array:
         self.rows = [input_ids[b, :n].tolist() for b, n in enumerate(lengths)]
         full = np.full((*input_ids.shape, tiny.VOCAB), np.nan, np.float32)
         for b, n in enumerate(lengths):
             full[b, :n] = self.forward(b)
-        return full if all_positions else np.stack([full[b, n - 1] for b, n in enumerate(lengths)])
+        return full if logits == "all" else np.stack([full[b, n - 1] for b, n in enumerate(lengths)])
 
     def decode(self, token_ids: Array) -> Array:
         for row, token in zip(self.rows, token_ids.tolist(), strict=True):
@@ -43,10 +43,10 @@ class TorchSession:
 class LeakingSession(TorchSession):
     """Keeps the padding of a short row in its past, as a cache written without the true lengths does."""
 
-    def prefill(self, input_ids: Array, lengths: Array, all_positions: bool = False) -> Array:
-        logits = super().prefill(input_ids, lengths, all_positions)
+    def prefill(self, input_ids: Array, lengths: Array, logits: str = "last") -> Array:
+        answer = super().prefill(input_ids, lengths, logits)
         self.rows = input_ids.tolist()
-        return logits
+        return answer
 
 
 class CoupledSession(TorchSession):

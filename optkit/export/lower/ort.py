@@ -21,7 +21,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from optkit.export.lower import contrib
+from optkit.export.lower import contrib, recurrent_ort
 from optkit.export.lower.contrib import opset, typed
 
 OPSET = 24
@@ -37,13 +37,14 @@ class OrtTable:
     """
 
     def __init__(self, version: int, layout: str, accuracy_level: int) -> None:
-        self.op, self.layout, self.accuracy_level = opset(version), layout, accuracy_level
+        self.op, self.version, self.layout, self.accuracy_level = opset(version), version, layout, accuracy_level
 
     def table(self) -> dict[Any, Callable[..., Any]]:
         names = (
             "slot_past rms_norm rope linear quant_linear quant_embedding attention sdpa cache_write take_positions moe".split()
         )
-        return {getattr(torch.ops.optkit, name).default: contrib.translation(getattr(self, name)) for name in names}
+        ours = {getattr(torch.ops.optkit, name).default: contrib.translation(getattr(self, name)) for name in names}
+        return {**ours, **recurrent_ort.StateTable(self.version).table()}
 
     def ints(self, *values: int) -> Any:
         return self.op.Constant(value_ints=list(values))
