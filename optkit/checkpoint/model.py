@@ -23,7 +23,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
@@ -57,6 +51,7 @@ from optkit.checkpoint.modules import (
     unpacked,
 )
 from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear, pack_weight
+from optkit.checkpoint.sources import Sources
 from optkit.checkpoint.spec import model_spec
 from optkit.checkpoint.store import CODES_NAME, TensorStore, read_quantized, storable, stored_schemes
 from optkit.errors import CheckpointError, OptkitError, UnsupportedError, storage_errors
@@ -172,7 +167,8 @@ class Checkpoint:
     @functools.cached_property
     def sources(self) -> Sources:
         """Which stored tensors make which tensor of the model."""
-        return Sources(self._bare(torch.float32), self.tensors)
+        model = self._bare(torch.float32)
+        return Sources(model, self.tensors, Rules(model))
 
     def quantized(self, module: str) -> QuantizedWeight:
         """The codes and scales of a module in :attr:`quantization`."""
@@ -216,11 +212,9 @@ class Checkpoint:
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UnsupportedError(f"{self.given}: transformers {transformers.__version__}: {reason[:200]}") from error
-        kept = model._get_dtype_plan(dtype)
-        pattern = build_glob_alternation(list(kept))[0] if kept else None
+        rules = Rules(model)
         for name, parameter in model.named_parameters():
-            if pattern is not None and pattern.search(name):
-                parameter.data = parameter.data.to(torch.float32)
+            parameter.data = parameter.data.to(rules.kept_dtype(name, dtype))
         return model.eval()
 
     def tensor_for(self, name: str, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:
@@ -294,122 +288,47 @@ class Checkpoint:
         files.copy_support_files(self.directory, dest)
 
 
-class Sources:
-    """Which stored tensors make which parameter, by transformers' own renaming and conversion rules for the model.
+class Rules:
+    """transformers' own rules for a model: what its stored tensors are renamed to, and how they are converted."""
 
-    Attributes:
-        model: the model on the meta device, as its config makes it.
-        modules: module name -> name it is stored under, of the modules stored quantized.
-        unused: stored tensors that nothing takes.
-        tied: embedding and lm_head are one parameter.
-    """
-
-    def __init__(self, model: Any, store: TensorStore) -> None:
-        self.model, self._store = model, store
-        self._direct: dict[str, str] = {}
-        self._converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
-        self._part_of: dict[str, str] = {}
-        self.modules: dict[str, str] = {}
-        self.unused: list[str] = []
+    def __init__(self, model: Any) -> None:
+        self._model = model
         with quiet():
-            self._collect(get_model_conversion_mapping(model))
-        self._tie()
+            found = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in found if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in found if isinstance(rule, WeightConverter)]
+        self._state = model.state_dict()
 
-    def _collect(self, rules: list[Any]) -> None:
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        for key in sorted(self._store.names(), key=dot_natural_key):
-            base, _, leaf = key.rpartition(".")
-            quantized = f"{base}.weight_scale" in self._store
-            if quantized and leaf not in ("weight_packed", "weight"):
-                continue
-            own = f"{base}.weight" if quantized else key
-            name, pattern = rename_source_key(own, renamings, converters, prefix, state)
-            if name not in state:
-                name, pattern = rename_source_key(own, [], [], prefix, state)
-            if name not in state:
-                self.unused.append(key)
-            elif quantized:
-                self.modules[name.removesuffix(".weight")] = base
-            elif pattern is None:
-                self._direct[name] = key
-            else:
-                rule = by_pattern[pattern]
-                self._converted.setdefault(name, (rule, []))[1].append((key, pattern))
-                first, *others = rule.target_patterns
-                self._part_of.update({name.replace(first, other): name for other in (first, *others)})
+    def place(self, key: str) -> tuple[str, Any, str] | None:
+        """Where stored tensor ``key`` goes: the model's name (of several, the first), the converter or ``None``, and its
+        pattern."""
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
+        if name not in self._state:
+            name, pattern = rename_source_key(key, [], [], prefix, self._state)
+        if name not in self._state:
+            return None
+        rule = next((rule for rule in self._converters if pattern in rule.source_patterns), None)
+        return name, rule, pattern or ""
 
-    def _tie(self) -> None:
-        """Names of one tied parameter lead to the one that is stored; two that are stored with different values are not
-        tied."""
-        self._untied: list[str] = []
-        for target, source in self.model.all_tied_weights_keys.items():
-            stored = [name for name in (target, source) if self._stored(name)]
-            if len(stored) == 1:
-                self._direct_alias(stored[0], target if stored[0] == source else source)
-            elif len(stored) == 2 and not torch.equal(self.read(target), self.read(source)):
-                self._untied.append(target)
-        ends = [get() for get in (self.model.get_input_embeddings, self.model.get_output_embeddings)]
-        same = None not in ends and ends[0].weight is ends[1].weight
-        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if same and p is ends[1].weight}
-        self.tied = same and not names & set(self._untied)
+    def results(self, rule: Any, first: str) -> list[str]:
+        """The model's names that a converter makes, when ``first`` is the first."""
+        pattern = rule.target_patterns[0]
+        return [first.replace(pattern, other) for other in rule.target_patterns]
 
-    def _stored(self, name: str) -> bool:
-        return name in self._direct or name in self._part_of
-
-    def _direct_alias(self, stored: str, name: str) -> None:
-        if stored in self._direct:
-            self._direct[name] = self._direct[stored]
-        else:
-            self._part_of[name] = self._part_of[stored]
-
-    def untie(self, model: nn.Module) -> None:
-        """Gives parameters that the config ties, and whose stored values differ, an object of their own."""
-        for name in self._untied:
-            set_tensor(model, name, nn.Parameter(model.get_parameter(name).data.clone(), requires_grad=False))
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._stored(name)
-
-    def units(self) -> Iterator[tuple[list[str], list[str]]]:
-        """``(stored tensors, the model's names made from them)``, one by one; a single stored tensor is taken as it is."""
-        takers: dict[str, list[str]] = {}
-        for name, key in self._direct.items():
-            takers.setdefault(key, []).append(name)
-        yield from (([key], names) for key, names in takers.items())
-        for first, (_, keys) in self._converted.items():
-            yield [key for key, _ in keys], [name for name, start in self._part_of.items() if start == first]
-
-    def stored_key(self, name: str) -> str | None:
-        """The stored tensor that is ``name`` as it is, or ``None`` if it takes a conversion."""
-        return self._direct.get(name)
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor of ``name``, floating point as ``dtype`` (float32 where the model keeps that)."""
-        kept = self.model._get_dtype_plan(dtype)
-        if kept and build_glob_alternation(list(kept))[0].search(name):
-            dtype = torch.float32
-        if name in self._direct:
-            return _cast(self._store.get(self._direct[name]), dtype)
-        first = self._part_of[name]
-        rule, keys = self._converted[first]
+    def convert(self, rule: Any, first: str, tensors: Sequence[tuple[str, str, Callable[[], Tensor]]]) -> dict[str, Any]:
+        """Runs a converter on ``(key, pattern, reader)``; name -> tensor."""
         rule = copy.deepcopy(rule)
-        for key, pattern in keys:
-            reader: Any = functools.partial(self._read_cast, key, dtype)
+        for key, pattern, reader in tensors:
             rule.add_tensor(first, key, pattern, reader)
         with quiet():
-            made = rule.convert(first, model=self.model, config=self.model.config)
-        value = made[name]
-        return value[0] if isinstance(value, list) else value
+            made: dict[str, Any] = rule.convert(first, model=self._model, config=self._model.config)
+        return made
 
-    def _read_cast(self, key: str, dtype: torch.dtype) -> Tensor:
-        return _cast(self._store.get(key), dtype)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def kept_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """``dtype``, or float32 for a parameter that the model keeps so."""
+        kept = list(self._model._get_dtype_plan(dtype))
+        return torch.float32 if kept and build_glob_alternation(kept)[0].search(name) else dtype
 
 
 def lm_modules(model: Any) -> tuple[str, str]:

@@ -8,10 +8,11 @@ checkpoint tensor by tensor costs the largest tensor.
 Quantized linears are stored as the ``compressed-tensors`` library stores them, with ``code`` unsigned as in scheme.py:
 
 ``pack-quantized``
-    ``weight_packed`` int32 ``[O, ceil(I*b/32)]`` (packing.py, ``int32``), ``weight_scale`` ``[O, G]``, ``weight_shape`` int64 ``[2]``, and
-    when asymmetric ``weight_zero_point`` int32 ``[ceil(O*b/32), G]``.
+    ``weight_packed`` int32 ``[O, ceil(I*b/32)]`` (packing.py, ``int32``), ``weight_scale`` ``[O, G]``, ``weight_shape`` int64
+    ``[2]``, and when asymmetric ``weight_zero_point`` int32 ``[ceil(O*b/32), G]``.
 ``int-quantized``
-    w8a8: ``weight`` int8 ``[O, I]`` (``code - 128``), ``weight_scale`` ``[O, 1]`` and, when calibrated, ``input_scale`` ``[1]``.
+    w8a8: ``weight`` int8 ``[O, I]`` (``code - 128``), ``weight_scale`` ``[O, 1]`` and, when calibrated, ``input_scale``
+    ``[1]``.
 
 Scales keep their sign: the library computes ``(code - zero_point) * scale`` and never looks at it.
 """
