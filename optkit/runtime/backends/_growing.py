@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from optkit import io_spec
 from optkit.errors import UnsupportedError
 from optkit.io_spec import CacheSpec, GraphSpec
-from optkit.runtime.backends._inplace import NUMPY
+from optkit.runtime.backends._inplace import NUMPY, bind_array
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -39,7 +39,6 @@ class GrowingCache:
         self.vocab_size = vocab_size
         self._past: list[Any] = []
         self._mask = np.zeros((0, 0), np.int64)
-        self._order = io_spec.past_name
 
     @property
     def nbytes(self) -> int:
@@ -101,15 +100,15 @@ class GrowingCache:
     def _run(self, ids: Ids, mask: Ids, every: bool) -> Logits:
         """Logits ``[B, S, V]``, or ``[B, 1, V]`` where the graph can leave the others out."""
         self._mask = np.concatenate([self._mask, mask], axis=1)
-        feeds = {io_spec.INPUT_IDS: np.ascontiguousarray(ids), io_spec.ATTENTION_MASK: self._mask}
+        feeds = {io_spec.INPUT_IDS: ids, io_spec.ATTENTION_MASK: self._mask}
         if io_spec.POSITION_IDS in self.engine.inputs:
             feeds[io_spec.POSITION_IDS] = np.maximum(np.cumsum(self._mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
         if io_spec.LOGITS_POSITIONS in self.engine.inputs:
             feeds[io_spec.LOGITS_POSITIONS] = np.arange(ids.shape[1]) if every else np.array([-1])
         binding = self.engine.binding()
+        feeds = {name: np.ascontiguousarray(array) for name, array in feeds.items() if name in self.engine.inputs}
         for name, array in feeds.items():
-            if name in self.engine.inputs:
-                binding.bind_cpu_input(name, np.ascontiguousarray(array))
+            bind_array(binding.bind_input, name, array)
         for spec, value in zip(self.graph.caches, self._past, strict=True):
             binding.bind_ortvalue_input(spec.past, value)
             binding.bind_output(spec.present, self.engine.device)

@@ -212,7 +212,7 @@ class InPlaceCache:
             inputs[io_spec.LOGITS_POSITIONS] = np.arange(width) if every else np.array([-1])
         binding = self._binding(first, stop)
         for name, array in inputs.items():
-            binding.bind_cpu_input(name, array)
+            bind_array(binding.bind_input, name, array)
         if self._positions:
             logits = np.empty((len(ids), width if every else 1, self.vocab_size), NUMPY[self.graph.logits_dtype])
             bind_array(binding.bind_output, io_spec.LOGITS, logits)
