@@ -217,8 +217,17 @@ def run_job(job: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     """Parses, checks and builds; returns the facts for the sidecar. ``job["plan"]`` empty stops after the checks.
 
     Raises:
-        BuildFailed: with what the library said.
+        BuildFailed: with what the library said. Its traceback does not reach the library's objects: kept alive in one and
+            collected during a later call, a builder waits for a lock that this call holds, for ever (seen with RTX 1.7.1).
     """
+    try:
+        return _run_job(job, emit)
+    except BuildFailed as error:
+        kind, text = error.kind, str(error)
+    raise BuildFailed(kind, text)
+
+
+def _run_job(job: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     trt = importlib.import_module(job["flavour"])
     said: list[str] = []
     logger = make_logger(trt, said)

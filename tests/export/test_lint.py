@@ -1,4 +1,4 @@
-"""Every construct TensorRT refuses, drops or misreads is found, nothing it takes is refused; the library is asked about both."""
+"""Every construct TensorRT refuses, drops or misreads is found, nothing it takes is refused; the library is asked."""
 
 from __future__ import annotations
 
