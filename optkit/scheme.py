@@ -79,7 +79,8 @@ class QuantScheme:
 
     def describe(self) -> str:
         kind = "sym" if self.symmetric else "asym"
-        return f"{self.name} {'channel' if self.group_size is None else f'g{self.group_size}'} {kind}"
+        static = " static" if self.activation_bits == 8 and not self.dynamic_activations else ""
+        return f"{self.name} {'channel' if self.group_size is None else f'g{self.group_size}'} {kind}{static}"
 
 
 PRESETS: dict[str, QuantScheme] = {
