@@ -134,7 +134,7 @@ def mask_function(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor:
-    """Our mask: plain causal and sliding windows are recognised; others come from the model's own index function at our slots."""
+    """Our mask: plain causal and sliding windows are recognised; others use the model's own index function at our slots."""
     capture = Capture.require()
     tokens, found = capture.tokens, None
     if capture.plan.recording:

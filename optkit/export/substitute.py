@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
+from optkit.errors import UnsupportedError
 from optkit.export import ops
 from optkit.export.provenance import Capture
 from optkit.export.weights import Weights
@@ -173,11 +174,17 @@ def wrap_head(model: nn.Module) -> None:
 # Rotary embeddings
 
 
+class DependsOnLength(Exception):
+    """A rotary module's answers for the first positions change with every further one."""
+
+
 class ExportRotary(nn.Module):
     """The model's rotary module as tables ``[positions, R/2]``, filled by itself.
 
     ``switch``: the length above which the module answers from another table (longrope), or ``None``. Rows whose length after
-    this step exceeds it read the second half of a table of twice the length.
+    this step exceeds it read the second half of a table of twice the length. A module whose frequencies change with every
+    length (dynamic scaling) gets a table of frequencies by length, and the angles are computed in the graph: new tokens turn by
+    their row's length after this step, and cached keys stay as they were, which is what transformers' cached decoding does.
     """
 
     def __init__(self, inner: nn.Module, max_seq_len: int, dtype: torch.dtype) -> None:
@@ -185,6 +192,7 @@ class ExportRotary(nn.Module):
         self._inner = [inner]  # a list, so that it is not a submodule
         self.max_seq_len, self.dtype = max_seq_len, dtype
         self.tables: dict[Any, tuple[str, str, int | None]] = {}
+        self.by_length: dict[Any, tuple[str, str, float]] = {}
 
     def original(self, count: int, *args: Any, **kwargs: Any) -> Any:
         """What the module answers for positions ``0..count-1``."""
@@ -208,11 +216,47 @@ class ExportRotary(nn.Module):
         prefix, layout, switch = self.tables[key]
         return getattr(self, prefix + "_cos"), getattr(self, prefix + "_sin"), layout, switch
 
+    def frequencies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, str, float] | None:
+        """``(frequencies [max_seq_len + 1, R/2], layout, scale of cos and sin)``; ``None`` for a module with tables."""
+        key = (args, tuple(sorted(kwargs.items())))
+        if key in self.tables:
+            return None
+        if key not in self.by_length:
+            try:
+                self.table(args, kwargs)
+                return None
+            except DependsOnLength:
+                table, layout, scale = self._frequencies(args, kwargs)
+            prefix = f"frequencies{len(self.by_length)}"
+            self.register_buffer(prefix, table, persistent=False)
+            self.by_length[key] = (prefix, layout, scale)
+        prefix, layout, scale = self.by_length[key]
+        return getattr(self, prefix), layout, scale
+
+    def _frequencies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, str, float]:
+        """Asks the module at every length, each time after a short one, since such modules remember the longest they saw.
+
+        Raises:
+            UnsupportedError: its answers are not ``cos``/``sin`` of position times its ``inv_freq``.
+        """
+        rows, layout, scale = [], "", 0.0
+        for length in range(1, self.max_seq_len + 1):
+            self.original(1, *args, **kwargs)
+            answer = self._inner[0](torch.zeros(1, 1, 1), torch.tensor([[0, length - 1]]), *args, **kwargs)
+            cos, sin, layout = compact(answer)
+            inverse = getattr(self._inner[0], "inv_freq", None)
+            scale = float((cos[0] ** 2 + sin[0] ** 2).mean().sqrt())
+            if not isinstance(inverse, Tensor) or not torch.allclose(cos[1], (inverse * (length - 1)).cos() * scale, atol=1e-5):
+                raise UnsupportedError("a rotary embedding's angles depend on the sequence length in an unknown way")
+            rows.append(inverse.float().clone())
+        self.original(1, *args, **kwargs)
+        return torch.stack([rows[0], *rows]), layout, scale
+
     def _switch(self, cos: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Where answers change with the number of positions: ``None`` (nowhere), or the last length of the first table.
 
         Raises:
-            ValueError: the answers depend on the length in another way (dynamic scaling), so no table holds them.
+            DependsOnLength: the answers depend on the length in another way (dynamic scaling), so no table holds them.
         """
 
         def same(count: int, reference: Tensor) -> bool:
@@ -228,13 +272,16 @@ class ExportRotary(nn.Module):
             low, high = (low, middle) if same(middle, cos) else (middle, high)
         below = compact(self.original(low, *args, **kwargs))[0]
         if not all(same(n, below) for n in probes if n <= low) or not all(same(n, cos) for n in probes if n > low):
-            raise ValueError("its angles depend on the sequence length at every length")
+            raise DependsOnLength
         return low
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         capture = Capture.current
         if capture is None:
             return self._inner[0](x, position_ids, *args, **kwargs)
+        by_length = self.frequencies(args, kwargs)
+        if by_length is not None:
+            return self._computed(capture, x, position_ids, *by_length)
         cos_table, sin_table, layout, switch = self.table(args, kwargs)
         rows = position_ids
         if switch is not None:
@@ -247,6 +294,16 @@ class ExportRotary(nn.Module):
             return capture.tag(torch.complex(half_cos, half_sin), "angles", **record)
         capture.tag(cos, "angles", **record)
         return cos, sin
+
+    @staticmethod
+    def _computed(capture: Capture, x: Tensor, position_ids: Tensor, table: Tensor, layout: str, scale: float) -> Any:
+        growing = capture.plan.layout == "growing"
+        lengths = position_ids[:, -1] + 1 if growing else capture.tokens.past_lens + capture.tokens.query_lens  # [B]
+        angles = position_ids[..., None].float() * nn.functional.embedding(lengths, table)[:, None]
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        if layout == "complex":
+            return torch.complex(cos, sin)
+        return expand(cos, layout).to(x.dtype), expand(sin, layout).to(x.dtype)
 
 
 def compact(answer: Any) -> tuple[Tensor, Tensor, str]:

@@ -103,6 +103,7 @@ def _each_length(model: Any, row: Row) -> Array:
 
 
 def _cached(model: Any, row: Row) -> Array:
+    model(input_ids=torch.tensor([row.prompt[:1]]))  # a dynamic table remembers the longest sequence until it sees a short one
     output = model(input_ids=torch.tensor([row.prompt]), use_cache=True)
     parts, cache = [_logits(output)], output.cache
     for token in row.forced:
