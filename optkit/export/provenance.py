@@ -135,10 +135,11 @@ def chunk_tokens(input_ids: Tensor, past_lens: Tensor, query_lens: Tensor, capac
     return Tokens(positions, positions, past_lens, query_lens, valid)
 
 
-def scatter_tokens(input_ids: Tensor, position_ids: Tensor, write_indices: Tensor, capacity: int | torch.SymInt) -> Tokens:
-    """``scatter``: static buffers; all S tokens of a row are written at ``write_indices``."""
-    query_lens = torch.full_like(write_indices, 1) * input_ids.shape[1]
-    valid = (torch.arange(capacity)[None] <= position_ids[:, -1:]).to(torch.int64)
+def scatter_tokens(
+    input_ids: Tensor, position_ids: Tensor, write_indices: Tensor, query_lens: Tensor, capacity: int | torch.SymInt
+) -> Tokens:
+    """``scatter``: static buffers; all S tokens of a row, padding included, are written at ``write_indices``."""
+    valid = (torch.arange(capacity)[None] < (write_indices + query_lens)[:, None]).to(torch.int64)
     return Tokens(position_ids, position_ids, write_indices, query_lens, valid)
 
 

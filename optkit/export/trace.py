@@ -66,12 +66,14 @@ class GraphModule(nn.Module):
             return growing_tokens(input_ids, *where)
         make = chunk_tokens if layout == "chunks" else scatter_tokens
         buffers = [past for cache, past in zip(self.caches, pasts, strict=True) if cache.role == "key"]
-        return make(input_ids, where[0], where[1], buffers[0].shape[2] if buffers else 0)
+        return make(input_ids, *where, capacity=buffers[0].shape[2] if buffers else 0)
 
     def forward(
         self, input_ids: Tensor, where: tuple[Tensor, ...], logits_positions: Tensor | None, pasts: list[Tensor]
     ) -> Any:
         tokens = self.tokens(input_ids, where, pasts)
+        if logits_positions is None and self.plan.layout == "scatter":
+            logits_positions = torch.tensor([-1])
         capture = Capture(self.plan, tokens, logits_positions)
         by_layer: list[dict[str, Tensor]] = [{} for _ in self.plan.fused]
         for spec, past in zip(self.caches, pasts, strict=True):
@@ -164,7 +166,7 @@ def cache_specs(model: nn.Module, out: Any) -> tuple[int, list[CacheSpec]]:
 def graph_spec(layout: str, specs: list[CacheSpec], dtype: torch.dtype, max_seq_len: int, facts: dict[str, Any]) -> GraphSpec:
     if layout == "scatter":
         specs = [dataclasses.replace(c, shape=(None, *(max_seq_len if n is None else n for n in c.shape[1:]))) for c in specs]
-    return GraphSpec(layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout != "growing", facts.get("rope_switch"))
+    return GraphSpec(layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout in ("slots", "chunks"), facts.get("rope_switch"))
 
 
 def sample_inputs(
@@ -179,7 +181,7 @@ def sample_inputs(
         where = (torch.full((batch,), total - new), torch.full((batch,), new - 1))
     else:
         past = torch.full((batch,), total - new)
-        where = (past[:, None] + torch.arange(new)[None], past)
+        where = (past[:, None] + torch.arange(new)[None], past, torch.full((batch,), new - 1))
     length = {"growing": total - new, "scatter": spec.max_seq_len}.get(layout, capacity)
     pasts = [torch.zeros(c.sizes(batch, length), dtype=getattr(torch, c.dtype)) for c in spec.caches]
     positions = torch.tensor([-2, -1]) if spec.optional_logits_positions else None
@@ -198,12 +200,12 @@ def probe_inputs(spec: GraphSpec, rows: list[list[int]], dtype: torch.dtype) -> 
         capacity = 0
     else:
         zeros = torch.zeros(batch, dtype=torch.long)
-        where = {"slots": (mask,), "chunks": (zeros, lens), "scatter": (torch.arange(new)[None].expand(batch, new), zeros)}[
+        where = {"slots": (mask,), "chunks": (zeros, lens), "scatter": (torch.arange(new)[None].expand(batch, new), zeros, lens)}[
             spec.layout
         ]
         capacity = spec.max_seq_len if spec.layout == "scatter" else new + 3
     pasts = [torch.zeros(c.sizes(batch, capacity), dtype=getattr(torch, c.dtype)) for c in spec.caches]
-    return ids, where, torch.arange(new) if spec.optional_logits_positions else None, pasts
+    return ids, where, None if spec.layout == "growing" else torch.arange(new), pasts
 
 
 def probe(prepared: Prepared, reference: Reference) -> tuple[float, Capture, Any]:
@@ -225,13 +227,16 @@ def probe(prepared: Prepared, reference: Reference) -> tuple[float, Capture, Any
     return worst, capture, cache
 
 
-def prepare(model: nn.Module, weights: Weights, reference: Reference, layout: str, max_seq_len: int) -> Prepared:
+def prepare(
+    model: nn.Module, weights: Weights, reference: Reference, layout: str, max_seq_len: int, fused_experts: bool = True
+) -> Prepared:
     """Replaces, probes and plans; ``model`` is changed in place.
 
     Args:
         model: a skeleton whose weights are hollow.
         weights: its hollow tensors.
         reference: what the untouched model answers.
+        fused_experts: the target has an operator for a mixture of experts.
 
     Raises:
         UnsupportedError: a feature the exporter cannot express.
@@ -242,7 +247,7 @@ def prepare(model: nn.Module, weights: Weights, reference: Reference, layout: st
     facts["notes"].extend(reference.notes)
     specs = reference.caches
     facts["linears"] = substitute.replace_linears(model)
-    facts["experts"] = substitute.prepare_experts(model, weights)
+    facts["experts"] = substitute.prepare_experts(model, weights) if fused_experts else 0
     facts["norms"] = substitute.replace_norms(model, weights)
     rotary = substitute.replace_rotary(model, max_seq_len, facts["notes"])
     patches = [*reference.patches, *substitute.rotary_patches(model, facts["notes"])]
@@ -294,7 +299,7 @@ def dynamic_shapes(spec: GraphSpec) -> tuple[Any, ...]:
     elif spec.layout == "chunks":
         where = ({0: dim}, {0: dim})
     else:
-        where = ({0: dim, 1: dim}, {0: dim})
+        where = ({0: dim, 1: dim}, {0: dim}, {0: dim})
     pasts = [{0: dim} if c.growing_axis is None else {0: dim, c.growing_axis: dim} for c in spec.caches]
     return {0: dim, 1: dim}, where, {0: dim} if spec.optional_logits_positions else None, pasts
 
@@ -304,7 +309,7 @@ def input_names(spec: GraphSpec) -> list[str]:
         "slots": [io_spec.ATTENTION_MASK],
         "growing": [io_spec.ATTENTION_MASK],
         "chunks": [io_spec.PAST_LENS, io_spec.QUERY_LENS],
-        "scatter": [io_spec.POSITION_IDS, io_spec.WRITE_INDICES],
+        "scatter": [io_spec.POSITION_IDS, io_spec.WRITE_INDICES, io_spec.QUERY_LENS],
     }[spec.layout]
     positions = [io_spec.LOGITS_POSITIONS] if spec.optional_logits_positions else []
     return [io_spec.INPUT_IDS, *where, *positions, *(c.past for c in spec.caches)]

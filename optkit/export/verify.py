@@ -75,7 +75,8 @@ class Runner:
         if layout == "chunks":
             return {io_spec.PAST_LENS: self.lens, io_spec.QUERY_LENS: counts}
         if layout == "scatter":
-            return {io_spec.POSITION_IDS: self.lens[:, None] + np.arange(width)[None], io_spec.WRITE_INDICES: self.lens}
+            positions = self.lens[:, None] + np.arange(width)[None]
+            return {io_spec.POSITION_IDS: positions, io_spec.WRITE_INDICES: self.lens, io_spec.QUERY_LENS: counts}
         if layout == "growing":
             new = (np.arange(width)[None] >= (width - counts)[:, None]).astype(np.int64)
             self.mask = np.concatenate([self.mask, new], 1)
