@@ -448,6 +448,101 @@ def bfloat_matmul() -> onnx.ModelProto:
     return make([node("MatMul", ["x", "W"], ["y"], name="it")], [("x", BF16, ["b", 64])], [("y", BF16, ["b", 32])], [weight])
 
 
+# ---------------------------------------------------------------- a whole decoder
+
+
+def decoder(
+    state: Mapping[str, np.ndarray],
+    config: Any,
+    *,
+    dtype: Any = np.float16,
+    bits: int = 16,
+    window: int | None = None,
+    slots: int = 256,
+    group: int = 32,
+) -> onnx.ModelProto:
+    """A grouped-query decoder with rotary positions, RMSNorm and a SiLU gate, in the exporter's dialect for TensorRT.
+
+    Args:
+        state: weights by transformers' names (the llama family), float32.
+        config: of the model: sizes, rotary base, epsilon.
+        dtype: of activations, caches and unquantized weights.
+        bits: 16, or 8 or 4 for weight-only linears in blocks of ``group``, symmetric.
+        window: tokens a query sees, itself included.
+        slots: S_max.
+    """
+    heads, cached, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    kind = {np.float16: F16, np.float32: F32, ml_dtypes.bfloat16: BF16}[dtype]
+    nodes: list[onnx.NodeProto] = mask_nodes(window)
+    constants: list[TensorProto] = mask_constants(slots, window)
+    inputs: list[Any] = [("input_ids", I64, ["batch_size", "sequence_length"])]
+    inputs += [("position_ids", I64, ["batch_size", "sequence_length"]), ("write_indices", I64, ["batch_size"])]
+    outputs: list[Any] = [("logits", kind, ["batch_size", "logits_count", config.vocab_size])]
+    angles = np.arange(slots)[:, None] / config.rope_parameters["rope_theta"] ** (np.arange(0, size, 2) / size)
+    constants += [constant("cos", np.cos(angles).astype(dtype)), constant("sin", np.sin(angles).astype(dtype))]
+    constants += [constant("split", np.array([0, 0, -1, size])), constant("joined", np.array([0, 0, heads * size]))]
+
+    def linear(x: str, name: str, y: str) -> str:
+        w = np.ascontiguousarray(state[name + ".weight"].T)  # [I, O]
+        if bits == 16:
+            constants.append(constant(name, w.astype(dtype)))
+            nodes.append(node("MatMul", [x, name], [y], name=f"{name}.matmul"))
+            return y
+        limit = 2 ** (bits - 1) - 1
+        scale = np.abs(w.reshape(-1, group, w.shape[1])).max(1) / limit  # [G, O]
+        scale = np.maximum(scale, 1e-8).astype(dtype)
+        codes = np.clip(np.rint(w / np.repeat(scale.astype(np.float32), group, 0)), -limit - 1, limit).astype(np.int8)
+        stored = TensorProto.INT4 if bits == 4 else TensorProto.INT8
+        constants.append(helper.make_tensor(name + ".codes", stored, codes.shape, codes.flatten().tolist()))
+        constants.append(constant(name + ".scale", scale))
+        pair = [name + ".codes", name + ".scale"]
+        nodes.append(node("DequantizeLinear", pair, [name], name=f"{name}.dequantize", axis=0, block_size=group))
+        nodes.append(node("MatMul", [x, name], [y], name=f"{name}.matmul"))
+        return y
+
+    def rms(x: str, name: str, y: str) -> str:
+        constants.append(constant(name, state[name + ".weight"].astype(dtype)))
+        nodes.append(node("RMSNormalization", [x, name], [y], name=f"{name}.norm", axis=-1, epsilon=config.rms_norm_eps))
+        return y
+
+    def heads_of(x: str, y: str) -> str:
+        nodes.append(node("Reshape", [x, "split"], [y + ".4d"]))
+        nodes.append(node("Transpose", [y + ".4d"], [y], perm=[0, 2, 1, 3]))
+        return y
+
+    constants.append(constant("embedding", state["model.embed_tokens.weight"].astype(dtype)))
+    nodes.append(node("Gather", ["embedding", "input_ids"], ["h"], axis=0))
+    hidden = "h"
+    for i in range(config.num_hidden_layers):
+        at = f"model.layers.{i}."
+        x = rms(hidden, at + "input_layernorm", at + "x")
+        q, k, v = (heads_of(linear(x, f"{at}self_attn.{n}_proj", f"{at}{n}"), f"{at}{n}h") for n in "qkv")
+        for name in (q, k):
+            nodes.append(node("RotaryEmbedding", [name, "cos", "sin", "position_ids"], [name + ".r"], name=name + ".rotary"))
+        for role, fresh in (("key", k + ".r"), ("value", v)):
+            past, present = f"past_key_values.{i}.{role}", f"present.{i}.{role}"
+            shape = ["batch_size", cached, slots, size]
+            inputs.append((past, kind, shape))
+            outputs.append((present, kind, shape))
+            nodes.append(node("TensorScatter", [past, fresh, "write_indices"], [present], name=f"{present}.scatter", axis=-2))
+        names = [q + ".r", f"present.{i}.key", f"present.{i}.value", "mask"]
+        nodes.append(node("Attention", names, [at + "a"], name=at + "attention", is_causal=0, scale=size**-0.5))
+        nodes.append(node("Transpose", [at + "a"], [at + "at"], perm=[0, 2, 1, 3]))
+        nodes.append(node("Reshape", [at + "at", "joined"], [at + "flat"]))
+        nodes.append(node("Add", [hidden, linear(at + "flat", at + "self_attn.o_proj", at + "o")], [at + "mid"]))
+        x = rms(at + "mid", at + "post_attention_layernorm", at + "y")
+        gate, up = linear(x, at + "mlp.gate_proj", at + "gate"), linear(x, at + "mlp.up_proj", at + "up")
+        nodes.append(node("Sigmoid", [gate], [at + "sig"]))
+        nodes.append(node("Mul", [gate, at + "sig"], [at + "silu"]))
+        nodes.append(node("Mul", [at + "silu", up], [at + "act"]))
+        nodes.append(node("Add", [at + "mid", linear(at + "act", at + "mlp.down_proj", at + "down")], [at + "out"]))
+        hidden = at + "out"
+    inputs.append(("logits_positions", I64, ["logits_count"]))
+    nodes.append(node("Gather", [hidden, "logits_positions"], ["wanted"], axis=1))
+    linear(rms("wanted", "model.norm", "normed"), "lm_head", "logits")
+    return make(nodes, inputs, outputs, constants)
+
+
 def good(name: str, model: Callable[[], onnx.ModelProto], **options: Any) -> Case:
     return Case(name, model, **options)
 
