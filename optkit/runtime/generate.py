@@ -13,7 +13,7 @@ result (greedy or sampled) is the one of plain decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from optkit.runtime.options import GenerationOptions, Request, resolve
 from optkit.runtime.sampling import Logits, RowSampler, log_sum_exp, top_logprobs
+from optkit.runtime.speculate import Governor, make_guesser
 from optkit.runtime.stats import GenerationStats, Recorder
 
 if TYPE_CHECKING:
@@ -170,6 +171,11 @@ class Row:
     def finished(self) -> bool:
         return bool(self.answer.finish_reason)
 
+    @property
+    def left(self) -> int:
+        """Tokens it may still make."""
+        return self._budget - len(self.answer.tokens)
+
     def take(self, logits: Logits) -> StreamEvent:
         """Chooses from ``logits [V]`` and updates text and end."""
         answer = self.answer
@@ -224,12 +230,15 @@ class _Run:
         self.recorder = recorder
         count = len(request.prompts) * request.options.num_return_sequences
         self.rows = [Row(session, request, number) for number in range(count)]
+        self.guesser = make_guesser(session, request.options.speculative)
+        self.governor = Governor(request.options.draft_tokens)
 
     def events(self) -> Iterator[StreamEvent]:
         logits = self._read_prompts()
         live = list(self.rows)
+        guess: list[int] = []  # tokens of the only row that were fed unchosen: logits is then [1, 1 + guesses, V]
         while True:
-            events = [row.take(logits[slot]) for slot, row in enumerate(live)]
+            events = self._check(live[0], logits[0], guess) if guess else [row.take(logits[n]) for n, row in enumerate(live)]
             self.recorder.chose(len(events))
             still = [slot for slot, row in enumerate(live) if not row.finished]
             if not still:
@@ -239,13 +248,42 @@ class _Run:
             if len(still) < len(live):
                 self.session.select(still)
                 live = [live[slot] for slot in still]
-            logits = self._decode([row.answer.tokens[-1] for row in live])
+            logits, guess = self._advance(live)
 
-    def _decode(self, tokens: Sequence[int]) -> Logits:
+    def _advance(self, live: list[Row]) -> tuple[Logits, list[int]]:
+        """Feeds each row's last token, and for a single row perhaps guesses after it."""
         began = time.perf_counter()
-        logits = self.session.decode(np.array(tokens, np.int64), copy=False)
-        self.recorder.ran_decode(began)
-        return logits
+        guess = self._guess(live[0]) if self.guesser is not None and len(live) == 1 else []
+        last = np.array([row.answer.tokens[-1] for row in live], np.int64)
+        logits = self.session.decode([[last[0], *guess]]) if guess else self.session.decode(last, copy=False)
+        self.took = self.recorder.ran_decode(began)
+        if not guess and len(live) == 1:
+            self.governor.plain(self.took)
+        return logits, guess
+
+    def _guess(self, row: Row) -> list[int]:
+        assert self.guesser is not None
+        length, switch = row.sampler.history.length, self.session.rope_switch
+        room = min(row.left - 1, self.session.max_seq_len - length)
+        if switch is not None and length <= switch:  # beyond it all positions are read anew, and these would be as well
+            room = min(room, switch - length)
+        count = min(self.governor.count(), room)
+        return self.guesser.propose(row.sampler.history.tokens, count) if count > 0 else []
+
+    def _check(self, row: Row, logits: Logits, guess: list[int]) -> list[StreamEvent]:
+        """Chooses from the logits ``[1 + guesses, V]`` until a choice is not the guess, and forgets the wrong guesses."""
+        events = []
+        for position in range(len(guess) + 1):
+            events.append(row.take(logits[position]))
+            if row.finished or position == len(guess) or events[-1].token != guess[position]:
+                break
+        accepted = len(events) - 1
+        self.governor.checked(len(guess), accepted, self.took)
+        self.recorder.drafted_tokens += len(guess)
+        self.recorder.accepted_tokens += accepted
+        if accepted < len(guess):
+            self.session.truncate(self.session.lengths - (len(guess) - accepted))
+        return events
 
     def _closing(self, events: list[StreamEvent]) -> Iterator[StreamEvent]:
         stats = self.recorder.finish()

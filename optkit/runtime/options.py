@@ -54,7 +54,8 @@ class GenerationOptions:
         chat_options: further arguments of the chat template (``tools``, ``enable_thinking``, …).
         reuse_prefix: continue from cached tokens that the prompt begins with; ``None`` does it for a conversation that has an
             assistant's turn in it. The logits then differ by rounding from those of a fresh prefill.
-        speculative: ``None``, or ``prompt_lookup`` to guess tokens from the text so far and check several at once.
+        speculative: guess tokens and check several at once: ``prompt_lookup`` guesses from the text so far, an open session
+            of a smaller model with the same vocabulary drafts; see :mod:`optkit.runtime.speculate`.
         draft_tokens: guesses at most per step.
     """
 
@@ -88,7 +89,7 @@ class GenerationOptions:
     skip_special_tokens: bool = True
     chat_options: Mapping[str, Any] | None = None
     reuse_prefix: bool | None = None
-    speculative: str | None = None
+    speculative: Any = None
     draft_tokens: int = 8
 
     def __post_init__(self) -> None:
@@ -99,8 +100,6 @@ class GenerationOptions:
                 raise UsageError(f"{name} {getattr(self, name)}: at least 1")
         if self.top_logprobs < 0:
             raise UsageError(f"top_logprobs {self.top_logprobs}: 0 or a number of tokens")
-        if self.speculative not in (None, "prompt_lookup"):
-            raise UsageError(f"speculative {self.speculative!r}: None or 'prompt_lookup'")
         if self.num_beams > 1:
             if self.do_sample or self.speculative or self.stream or self.logprobs:
                 raise UsageError("num_beams above 1 does not go with do_sample, speculative, stream or logprobs")

@@ -56,6 +56,7 @@ class Tokenizer:
         self._core.no_padding()
         self._core.no_truncation()
         self._config = _read_json(self.directory / "tokenizer_config.json")
+        self.texts_alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # what detokenizers met, by skip_special_tokens
 
     @property
     def vocab_size(self) -> int:
@@ -192,6 +193,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens)
         self._hidden = tokenizer.special_tokens if skip_special_tokens else {}
+        self._alone = tokenizer.texts_alone[skip_special_tokens]
         self._tokens: list[int] = []  # those whose text was shown last, then those held back
         self._shown = 0
         self._context = ""  # the text of the first ``_shown`` of them
@@ -214,7 +216,13 @@ class Detokenizer:
         piece = text[len(self._context) :]
         self._tokens = self._tokens[self._shown :] or self._tokens
         self._shown = len(self._tokens)
-        self._context = self._decode(self._tokens)
+        if self._shown != 1:
+            self._context = self._decode(self._tokens)
+        else:
+            (token,) = self._tokens
+            if token not in self._alone:
+                self._alone[token] = self._decode([token])
+            self._context = self._alone[token]
         return piece
 
 
