@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from optkit.errors import UnsupportedError
 from optkit.export.provenance import Capture
+from optkit.export.row_lengths import PerRow
 
 NAME = "optkit"
 
@@ -101,8 +102,10 @@ class ExportLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return Capture.require().tokens.valid.shape[1], 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         capture = Capture.require()
+        if capture.plan.row_lengths:
+            return PerRow(capture.tokens.past_lens)
         return capture.tokens.valid.shape[1] - capture.tokens.position_ids.shape[1]
 
     def get_max_length(self) -> int:

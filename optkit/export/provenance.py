@@ -30,6 +30,7 @@ class Plan:
         fused: per cache layer, whether the attention function receives the cache's own tensors (tier 1).
         mask_windows: per mask call: 0 plain causal, n a sliding window of n, ``None`` something else.
         additive_masks: the model's own attention code adds the mask, so it is floating point.
+        row_lengths: the model computes positions from the cache's length, so that is told by row (row_lengths.py).
         recording: an eager run that fills the fields above.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     fused: list[bool]
     mask_windows: list[int | None] = field(default_factory=list)
     additive_masks: bool = False
+    row_lengths: bool = False
     recording: bool = True
 
 

@@ -166,7 +166,9 @@ def cache_specs(model: nn.Module, out: Any) -> tuple[int, list[CacheSpec]]:
 def graph_spec(layout: str, specs: list[CacheSpec], dtype: torch.dtype, max_seq_len: int, facts: dict[str, Any]) -> GraphSpec:
     if layout == "scatter":
         specs = [dataclasses.replace(c, shape=(None, *(max_seq_len if n is None else n for n in c.shape[1:]))) for c in specs]
-    return GraphSpec(layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout in ("slots", "chunks"), facts.get("rope_switch"))
+    return GraphSpec(
+        layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout in ("slots", "chunks"), facts.get("rope_switch")
+    )
 
 
 def sample_inputs(
@@ -188,7 +190,7 @@ def sample_inputs(
     return ids, where, positions, pasts
 
 
-def probe_inputs(spec: GraphSpec, rows: list[list[int]], dtype: torch.dtype) -> tuple[Any, ...]:
+def prompt_inputs(spec: GraphSpec, rows: list[list[int]]) -> tuple[Any, ...]:
     """A ragged first prompt, right padded (left padded for ``growing``), all positions wanted."""
     lens = torch.tensor([len(row) for row in rows])
     batch, new = len(rows), int(lens.max())
@@ -200,31 +202,61 @@ def probe_inputs(spec: GraphSpec, rows: list[list[int]], dtype: torch.dtype) -> 
         capacity = 0
     else:
         zeros = torch.zeros(batch, dtype=torch.long)
-        where = {"slots": (mask,), "chunks": (zeros, lens), "scatter": (torch.arange(new)[None].expand(batch, new), zeros, lens)}[
-            spec.layout
-        ]
-        capacity = spec.max_seq_len if spec.layout == "scatter" else new + 3
+        where = {
+            "slots": (mask,),
+            "chunks": (zeros, lens),
+            "scatter": (torch.arange(new)[None].expand(batch, new), zeros, lens),
+        }[spec.layout]
+        capacity = spec.max_seq_len if spec.layout == "scatter" else max(ROW_LENGTHS)
     pasts = [torch.zeros(c.sizes(batch, capacity), dtype=getattr(torch, c.dtype)) for c in spec.caches]
     return ids, where, None if spec.layout == "growing" else torch.arange(new), pasts
 
 
-def probe(prepared: Prepared, reference: Reference) -> tuple[float, Capture, Any]:
-    """Runs the prepared model eagerly; returns the largest error relative to the logit range, the capture and the cache."""
-    plan = prepared.wrapper.plan
+def continued_inputs(spec: GraphSpec, lens: list[int], rows: list[list[int]], pasts: list[Tensor]) -> tuple[Any, ...]:
+    """The same number of further tokens for every row, after ``lens`` cached ones."""
+    past, ids = torch.tensor(lens), torch.tensor(rows)
+    new, total = ids.shape[1], past + ids.shape[1]
+    longest = int(total.max())
+    if spec.layout == "slots":
+        where: tuple[Tensor, ...] = ((torch.arange(longest)[None] < total[:, None]).long(),)
+    elif spec.layout == "growing":
+        where = ((torch.arange(longest)[None] >= longest - total[:, None]).long(),)
+    elif spec.layout == "chunks":
+        where = (past, torch.full_like(past, new))
+    else:
+        where = (past[:, None] + torch.arange(new)[None], past, torch.full_like(past, new))
+    return ids, where, None if spec.layout == "growing" else torch.arange(new), pasts
+
+
+CONTINUED = 2  # tokens of a further step of the probe: with 1 the model's own code may take a path that is not traced
+
+
+def probe(prepared: Prepared, reference: Reference, steps: int) -> tuple[float, Capture, Any]:
+    """Runs the prepared model eagerly on a ragged prompt and ``steps`` ragged continuations.
+
+    Returns:
+        The largest error relative to the logit range, and the capture and cache of the first step.
+    """
+    plan, wrapper, spec = prepared.wrapper.plan, prepared.wrapper, prepared.spec
     plan.recording, plan.mask_windows = True, []
-    rows = [row[:n] for row, n in zip(reference.rows, PROMPT_LENGTHS, strict=True)]
-    with torch.no_grad(), substitute.patched(prepared.patches), prepared.weights.streamed(prepared.wrapper):
-        logits = prepared.wrapper(*probe_inputs(prepared.spec, rows, prepared.dtype))[0].float()
-    plan.recording = False
-    worst = 0.0
-    for index, (want, row) in enumerate(zip(reference.logits, rows, strict=True)):
-        got = logits[index, -len(row) :] if plan.layout == "growing" else logits[index, : len(row)]
-        error = float((got - want[: len(row)]).abs().max()) / reference.scale
-        worst = max(worst, error) if error == error else float("inf")
-    assert prepared.wrapper.last is not None
-    capture, cache = prepared.wrapper.last
-    prepared.wrapper.last = None
-    return worst, capture, cache
+    lens = list(PROMPT_LENGTHS)
+    prompts = [row[:n] for row, n in zip(reference.rows, lens, strict=True)]
+    with torch.no_grad(), substitute.patched(prepared.patches), prepared.weights.streamed(wrapper):
+        logits, *pasts = wrapper(*prompt_inputs(spec, prompts))
+        assert wrapper.last is not None
+        capture, cache = wrapper.last
+        plan.recording = False
+        got = [[row[-n:] if plan.layout == "growing" else row[:n]] for row, n in zip(logits, lens, strict=True)]
+        for _ in range(steps):
+            more = [row[n : n + CONTINUED] for row, n in zip(reference.rows, lens, strict=True)]
+            logits, *pasts = wrapper(*continued_inputs(spec, lens, more, pasts))
+            lens = [n + CONTINUED for n in lens]
+            for parts, row in zip(got, logits, strict=True):
+                parts.append(row[-CONTINUED:])
+    wrapper.last = None
+    errors = [(torch.cat(g).float() - w[:n]).abs().max() for g, w, n in zip(got, reference.logits, lens, strict=True)]
+    worst = float(torch.stack(errors).max()) / reference.scale
+    return worst if worst == worst else float("inf"), capture, cache
 
 
 def prepare(
@@ -236,6 +268,8 @@ def prepare(
         model: a skeleton whose weights are hollow.
         weights: its hollow tensors.
         reference: what the untouched model answers.
+        layout: of io_spec; a model whose own code cannot work on right-padded ``slots`` gets ``growing``, and facts say why.
+        max_seq_len: positions the rotary tables hold.
         fused_experts: the target has an operator for a mixture of experts.
 
     Raises:
@@ -254,14 +288,27 @@ def prepare(
     substitute.wrap_head(model)
     hooks.use_our_functions(model)
     buffered = {c.layer for c in specs if c.role == "key"}
-    plan = Plan(layout, [index in buffered and layout != "growing" for index in range(reference.layers)])
-    wrapper = GraphModule(model, plan, tuple(specs)).eval()
+    wrapper = GraphModule(model, Plan(layout, []), tuple(specs)).eval()
     prepared = Prepared(wrapper, weights, dtype, graph_spec(layout, specs, dtype, max_seq_len, facts), facts, patches)
-    settle_tiers(prepared, reference)
+    failures: list[Exception] = []
+    for kind, row_lengths in [(layout, True), (layout, False), *([("growing", False)] if layout == "slots" else [])]:
+        fused = [index in buffered and kind != "growing" for index in range(reference.layers)]
+        wrapper.plan = Plan(kind, fused, row_lengths=row_lengths)
+        prepared.spec = graph_spec(kind, specs, dtype, max_seq_len, facts)
+        try:
+            settle_tiers(prepared, reference)
+            break
+        except (VerificationError, TypeError, ValueError, RuntimeError) as error:
+            failures.append(error)
+    else:
+        own = [f for f in failures if isinstance(f, VerificationError)]
+        raise (own or failures)[0]
+    if wrapper.plan.layout != layout:
+        facts["layout_reason"] = f"not {layout}: {type(failures[1]).__name__}: {' '.join(str(failures[1]).split())[:200]}"
     switches = {t[2] for r in rotary for t in r.tables.values()} - {None}
     if switches:
         facts["rope_switch"] = min(switches)  # type: ignore[type-var]
-        prepared.spec = graph_spec(layout, specs, dtype, max_seq_len, facts)
+        prepared.spec = graph_spec(wrapper.plan.layout, specs, dtype, max_seq_len, facts)
     return prepared
 
 
@@ -269,7 +316,7 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
     """Probes until every layer is captured in a way that gives the model's own logits; see hooks.py for the tiers."""
     plan, facts = prepared.wrapper.plan, prepared.facts
     tolerance = PROBE_TOLERANCE[prepared.dtype]
-    error, capture, cache = probe(prepared, reference)
+    _, capture, cache = probe(prepared, reference, steps=0)
     buffered = {c.layer for c in prepared.wrapper.caches if c.role == "key"}
     if buffered and not capture.attention_layers:
         plan.additive_masks = True
@@ -277,9 +324,8 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
         wanted and bool(getattr(layer, "consumed", False)) and layer.index not in capture.unfused
         for wanted, layer in zip(plan.fused, cache.layers, strict=True)
     ]
-    if fused != plan.fused or plan.additive_masks:
-        plan.fused = fused
-        error, capture, cache = probe(prepared, reference)
+    plan.fused = fused
+    error, capture, cache = probe(prepared, reference, steps=min(map(int.__sub__, ROW_LENGTHS, PROMPT_LENGTHS)) // CONTINUED)
     facts["probe_error"] = error
     facts["tiers"] = [
         None if index not in buffered else 1 if is_fused else 2 if capture.attention_layers else 3
