@@ -451,6 +451,24 @@ def bfloat_matmul() -> onnx.ModelProto:
 # ---------------------------------------------------------------- a whole decoder
 
 
+def codes_and_scales(w: np.ndarray, bits: int, group: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Round to nearest, symmetric, in blocks of ``group`` inputs: int8 codes ``[I, O]`` and scales ``[I / group, O]``."""
+    limit = 2 ** (bits - 1) - 1
+    scale = np.maximum(np.abs(w.reshape(-1, group, w.shape[1])).max(1) / limit, 1e-8).astype(dtype)
+    codes = np.clip(np.rint(w / np.repeat(scale.astype(np.float32), group, 0)), -limit - 1, limit)
+    return codes.astype(np.int8), scale
+
+
+def rounded(state: Mapping[str, np.ndarray], bits: int, group: int = 32, dtype: Any = np.float16) -> dict[str, np.ndarray]:
+    """The weights the quantized decoder has: its linears through their codes and back."""
+    result = dict(state)
+    for name, value in state.items():
+        if bits < 16 and value.ndim == 2 and "embed" not in name:
+            codes, scale = codes_and_scales(np.ascontiguousarray(value.T), bits, group, dtype)
+            result[name] = np.ascontiguousarray((codes * np.repeat(scale.astype(np.float32), group, 0)).T)
+    return result
+
+
 def decoder(
     state: Mapping[str, np.ndarray],
     config: Any,
@@ -488,10 +506,7 @@ def decoder(
             constants.append(constant(name, w.astype(dtype)))
             nodes.append(node("MatMul", [x, name], [y], name=f"{name}.matmul"))
             return y
-        limit = 2 ** (bits - 1) - 1
-        scale = np.abs(w.reshape(-1, group, w.shape[1])).max(1) / limit  # [G, O]
-        scale = np.maximum(scale, 1e-8).astype(dtype)
-        codes = np.clip(np.rint(w / np.repeat(scale.astype(np.float32), group, 0)), -limit - 1, limit).astype(np.int8)
+        codes, scale = codes_and_scales(w, bits, group, dtype)
         stored = TensorProto.INT4 if bits == 4 else TensorProto.INT8
         constants.append(helper.make_tensor(name + ".codes", stored, codes.shape, codes.flatten().tolist()))
         constants.append(constant(name + ".scale", scale))
