@@ -19,9 +19,6 @@ import copy
 import functools
 import io
 import json
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +35,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from optkit import manifest
-from optkit.checkpoint import files
+from optkit.checkpoint import files, gguf_cache
 from optkit.checkpoint.affine import QuantizedWeight
 from optkit.checkpoint.modules import (
     PACKED,
@@ -54,7 +51,7 @@ from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear, pack_wei
 from optkit.checkpoint.sources import Sources
 from optkit.checkpoint.spec import model_spec
 from optkit.checkpoint.store import CODES_NAME, TensorStore, read_quantized, storable, stored_schemes
-from optkit.errors import CheckpointError, OptkitError, UnsupportedError, storage_errors
+from optkit.errors import CheckpointError, OptkitError, UnsupportedError
 from optkit.manifest import ModelSpec
 from optkit.scheme import QuantScheme, scheme_from_dict
 
@@ -379,30 +376,14 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         CheckpointError: not a GGUF file, truncated, or of an architecture transformers cannot read from GGUF.
     """
-    with open(path, "rb") as handle:
-        if handle.read(4) != b"GGUF":
-            raise CheckpointError(f"{path}: not a GGUF file; download or copy it again")
-    key = manifest.json_digest([files.cached_file_digest(path), transformers.__version__])[:32]
-    final = files.cache_directory() / "gguf" / key
-    if (final / files.CONFIG).is_file():
-        return final
-    with storage_errors(final):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=final.parent))
-        try:
-            _write_gguf(path, staging)
-            staging.chmod(0o755)
-            with contextlib.suppress(OSError):  # another process was first: its directory is as good
-                os.rename(staging, final)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    return final
+    return gguf_cache.converted(path, transformers.__version__, _write_gguf)
 
 
 def _write_gguf(path: Path, dest: Path) -> None:
     where, name = str(path.parent), path.name
     try:
-        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader has a progress bar of its own
+        # the GGUF reader has a progress bar of its own
+        with quiet(), gguf_cache.parsed_once(), contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
             model: Any = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, dtype=torch.float16, quantization_config=GgufConfig(dequantize=True)
