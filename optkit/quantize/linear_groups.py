@@ -1,20 +1,23 @@
-"""Which linears read the same input, what makes that input, and how a scale moves between the two. Observed, not read from names.
+"""Which linears read the same input, what makes that input, and how a scale moves between the two. Observed, not read from
+names.
 
-Smoothing (AWQ, SmoothQuant) multiplies the columns of a linear's weight by ``s [I]`` and divides its input by ``s``; the division is
-folded into whatever makes the input. Two things can make it, and a probe tells which: change a candidate's parameters, run the block on
-a few tokens and look at the input of the linears.
+Smoothing (AWQ, SmoothQuant) multiplies the columns of a linear's weight by ``s [I]`` and divides its input by ``s``; the
+division is folded into whatever makes the input. Two things can make it, and a probe tells which: change a candidate's
+parameters, run the block on a few tokens and look at the input of the linears.
 
-*A norm.* A parameter vector ``p [I]`` (with a bias ``b``, if its module has one) such that the input comes out divided by ``s`` when it
-is edited: ``p / s`` for a plain norm, ``(1 + p) / s - 1`` for norms that multiply by ``1 + p`` (dividing ``p`` there would not scale the
-output by ``1/s``; tools that assume it break those models).
+*A norm.* A parameter vector ``p [I]`` (with a bias ``b``, if its module has one) such that the input comes out divided by
+``s`` when it is edited: ``p / s`` for a plain norm, ``(1 + p) / s - 1`` for norms that multiply by ``1 + p`` (dividing ``p``
+there would not scale the output by ``1/s``; tools that assume it break those models).
 
-*Another linear* whose output channel ``c`` only reaches the input channels ``i`` with ``channel[i] = c``, and does so by a factor: the
-up-projection of a gated MLP, or the values of attention, where several heads can share one (grouped queries). Each row is multiplied by a
-number of its own and the ratios of the inputs tell which row reaches which channel. Rows that reach it in another way (the gate; queries
-and keys in a fused projection) change the input by something that is not one factor per channel; the range of rows that do is found by bisection from either end.
+*Another linear* whose output channel ``c`` only reaches the input channels ``i`` with ``channel[i] = c``, and does so by a
+factor: the up-projection of a gated MLP, or the values of attention, where several heads can share one (grouped queries). Each
+row is multiplied by a number of its own and the ratios of the inputs tell which row reaches which channel. Rows that reach it
+in another way (the gate; queries and keys in a fused projection) change the input by something that is not one factor per
+channel; the range of rows that do is found by bisection from either end.
 
-Nothing is believed that was not measured: :func:`fold` is followed by a run of the whole block, and its output must be what it was to
-:data:`TOLERANCE`. That proof also rejects folds that would change another reader of the same norm (a residual, a router).
+Nothing is believed that was not measured: :func:`fold` is followed by a run of the whole block, and its output must be what it
+was to :data:`TOLERANCE`. That proof also rejects folds that would change another reader of the same norm (a residual, a
+router).
 """
 
 from __future__ import annotations
@@ -228,7 +231,7 @@ def _nearest(ascending: Tensor, values: Tensor) -> Tensor:
     return torch.where((ascending[left] - values).abs() <= (ascending[right] - values).abs(), left, right)
 
 
-# ---- weights and folds -----------------------------------------------------------------------------------------------------------
+# ---- weights and folds --------------------------------------------------------------------------------------------------
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -3,15 +3,15 @@
 GPTQ decides each column once. Here codes and scales are improved in turn on the same objective,
 ``f(Q) = tr((W - Q) H (W - Q)ᵀ)``, and every step can only lower it:
 
-*Codes* (:func:`descend_codes`): coordinate descent. With everything else fixed, ``f`` is a parabola in one weight ``q_ij``, with its
-minimum at ``q_ij - (E H)_ij / H_jj`` for ``E = Q - W``; the nearest code to that minimum is the best one. All rows are independent,
-so one column of all rows is updated at a time and the gradient ``E H`` is kept up to date by a rank-1 update.
+*Codes* (:func:`descend_codes`): coordinate descent. With everything else fixed, ``f`` is a parabola in one weight ``q_ij``,
+with its minimum at ``q_ij - (E H)_ij / H_jj`` for ``E = Q - W``; the nearest code to that minimum is the best one. All rows
+are independent, so one column of all rows is updated at a time and the gradient ``E H`` is kept up to date by a rank-1 update.
 
-*Scales* (:func:`refit_scales`): with the codes fixed, ``q = Σ_g s_g c_g`` is linear in the scales of a row, so the best ones solve a
-``G x G`` system for each row: ``A_gh = c_gᵀ H_gh c_h``, ``b_g = (w H)_g · c_g``.
+*Scales* (:func:`refit_scales`): with the codes fixed, ``q = Σ_g s_g c_g`` is linear in the scales of a row, so the best ones
+solve a ``G x G`` system for each row: ``A_gh = c_gᵀ H_gh c_h``, ``b_g = (w H)_g · c_g``.
 
-Cost of a sweep over codes: that of GPTQ's loop without the factorisation; of a refit: ``O(O I² + O G³)``. Scales are rounded to the
-dtype they are stored in, and kept only for rows whose error went down, so the descent is monotone in what is stored.
+Cost of a sweep over codes: that of GPTQ's loop without the factorisation; of a refit: ``O(O I² + O G³)``. Scales are rounded
+to the dtype they are stored in, and kept only for rows whose error went down, so the descent is monotone in what is stored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from optkit.checkpoint.affine import safe_scale
-from optkit.quantize.gptq import BLOCK, Grid, codes_to_weight
+from optkit.quantize.grid import Grid, codes_to_weight
 
+BLOCK = 128
 RIDGE = 1e-6
 
 
@@ -59,7 +60,7 @@ def descend_codes(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid, co
 
 
 def refit_scales(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid, storage: torch.dtype) -> Grid:
-    """The scales that fit ``codes`` best under ``hessian``, as ``storage`` holds them; rows that would get worse keep theirs."""
+    """Scales that fit ``codes`` best under ``hessian``, as ``storage`` holds them; rows that would get worse keep theirs."""
     rows, inputs = weight.shape
     groups = grid.scale.shape[1]
     centred = codes.view(rows, groups, -1) - grid.zero_point.unsqueeze(-1)  # [O, G, g]

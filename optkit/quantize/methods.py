@@ -1,0 +1,66 @@
+"""The calibrated methods a recipe can name, as solvers of the driver in blocks.py, and what each does at each effort.
+
+Efforts were chosen by measurement (docs/quantization.md): ``fast`` does without token weights, ``default`` finds them on a
+part of the text and ``high`` on all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from optkit.checkpoint.affine import QuantizedWeight
+from optkit.quantize import gptq, rtn
+from optkit.quantize.awq import ALPHAS
+from optkit.quantize.blocks import Calibrated, Options
+from optkit.quantize.statistics import Statistics
+from optkit.recipe import QuantizeRecipe
+from optkit.scheme import QuantScheme
+
+IMPORTANCE = {"fast": 0.0, "default": 0.25, "high": 1.0}
+
+
+def split_rows(stacked: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
+    """Undoes the stacking of linears along ``O``."""
+    zeros = [None] * len(sizes) if stacked.zero_point is None else stacked.zero_point.split(sizes)
+    parts = zip(stacked.codes.split(sizes), stacked.scale.split(sizes), zeros, strict=True)
+    return [QuantizedWeight(codes, scale, zero, stacked.scheme) for codes, scale, zero in parts]
+
+
+class Gptq(Calibrated):
+    """``method: gptq``."""
+
+    @classmethod
+    def choose(cls, recipe: QuantizeRecipe) -> Options:
+        return Options(smooth=(), importance=IMPORTANCE[recipe.effort])
+
+    def solve(
+        self, weights: Mapping[str, Tensor], schemes: Mapping[str, QuantScheme], statistics: Statistics
+    ) -> dict[str, QuantizedWeight]:
+        result: dict[str, QuantizedWeight] = {}
+        for scheme in dict.fromkeys(schemes[name] for name in weights):
+            names = [name for name in weights if schemes[name] == scheme]
+            stacked = torch.cat([weights[name] for name in names])
+            solved = self.quantize_stacked(stacked, scheme, statistics)
+            result |= zip(names, split_rows(solved, [len(weights[name]) for name in names]), strict=True)
+        return result
+
+    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> QuantizedWeight:
+        return gptq.quantize_linear(weight, scheme, statistics, self.options.damping, self.options.refits)
+
+
+class AwqGptq(Gptq):
+    """``method: awq+gptq``: smooth first, then GPTQ."""
+
+    @classmethod
+    def choose(cls, recipe: QuantizeRecipe) -> Options:
+        return Options(smooth=ALPHAS, importance=IMPORTANCE[recipe.effort])
+
+
+class Awq(AwqGptq):
+    """``method: awq``: smooth, then round to nearest on a grid searched with ``diag(H)``."""
+
+    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> QuantizedWeight:
+        return rtn.quantize_linear(weight, scheme, statistics.diagonal if statistics.tokens else None)

@@ -1,0 +1,82 @@
+"""What a linear's inputs look like over calibration text: the sums that every algorithm here works from.
+
+``H [I, I]``, the mean of ``x_t x_tᵀ`` over calibration tokens ``t``, in float32; where it is known how much each token matters
+(importance.py), averaged with the same sum under weights. Linears that read the same tensor share one object.
+
+*Outliers.* A few tokens (the first of a text, delimiters) have inputs tens of times larger than the others in some layers, and
+would own the sum though the model barely uses them. Token norms are capped at :data:`NORM_CAP` times the median.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NORM_CAP = 10.0
+
+
+class Statistics:
+    """Sums over the inputs ``[T, I]`` of a group of linears.
+
+    Tokens without a weight and tokens with one are summed apart, and each sum is scaled to the same trace before the two are
+    averaged: weights of a few texts are noisy, and the average with the plain sum measured better than either
+    (docs/quantization.md).
+
+    Attributes:
+        tokens: how many inputs were added.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self.tokens = 0
+        self._plain = torch.zeros(inputs, inputs)
+        self._weighted: Tensor | None = None
+        self._scale: Tensor | None = None
+
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Adds inputs ``x [T, I]``, with token weights ``[T]`` of mean about 1 where they are known."""
+        if not len(x):
+            return
+        with torch.autocast("cpu", enabled=False):
+            x = x.float()
+            capped = cap_norms(x)
+            self._plain.addmm_(capped.T, capped)
+            if weights is not None:
+                if self._weighted is None:
+                    self._weighted = torch.zeros_like(self._plain)
+                x = x * weights.sqrt().unsqueeze(1)
+                self._weighted.addmm_(x.T, x)
+        self.tokens += len(x)
+
+    @property
+    def hessian(self) -> Tensor:
+        """``H [I, I]``, symmetric, per token; zeros when nothing was added."""
+        result = self._plain / max(self.tokens, 1)
+        if self._weighted is not None:
+            trace = self._weighted.trace()
+            if float(trace) > 0:
+                result = (result + self._weighted * (result.trace() / trace)) / 2
+        result = (result + result.T) / 2
+        return result if self._scale is None else result / (self._scale.unsqueeze(1) * self._scale)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Mean square of each input, ``[I]``."""
+        return self.hessian.diagonal()
+
+    @property
+    def magnitude(self) -> Tensor:
+        """Root mean square of each input, ``[I]``."""
+        return self.diagonal.sqrt()
+
+    def divide(self, s: Tensor) -> None:
+        """Makes these the statistics of the inputs divided by ``s [I]``."""
+        self._scale = s if self._scale is None else self._scale * s
+
+
+def cap_norms(x: Tensor) -> Tensor:
+    """``x [T, I]`` with rows scaled down to :data:`NORM_CAP` times the median row norm."""
+    norms = x.norm(dim=1, keepdim=True)
+    limit = NORM_CAP * norms.median()
+    if not bool((norms > limit).any()) or float(limit) == 0:
+        return x
+    return x * (limit / norms.clamp(min=1e-30)).clamp(max=1)

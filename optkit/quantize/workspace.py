@@ -1,0 +1,104 @@
+"""Finished blocks on disk, so that a killed run goes on where it stopped.
+
+One safetensors file for each block, written beside and renamed, in a directory whose name is a digest of everything the result
+depends on: weights, tokens, schemes, options, versions, thread count (sums differ in their last bits with it). Another model,
+recipe or library never meets the files of this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from optkit import manifest
+from optkit.checkpoint.affine import QuantizedWeight
+from optkit.checkpoint.files import cache_directory
+from optkit.errors import storage_errors
+from optkit.scheme import QuantScheme
+
+
+@dataclass
+class BlockResult:
+    """What a block became.
+
+    Attributes:
+        weights: linear (name inside the block) -> codes and scales.
+        changed: parameter (name inside the block) -> new floating-point value.
+        columns, rows: linear -> what smoothing multiplied its inputs ``[I]`` and outputs ``[O]`` by.
+        facts: for the manifest.
+    """
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Workspace:
+    """A directory of finished blocks, named by what they depend on.
+
+    Args:
+        key: everything the results depend on.
+        root: where work directories live.
+    """
+
+    def __init__(self, key: Mapping[str, Any], root: Path | None = None) -> None:
+        self.directory = (root or cache_directory() / "quantize") / manifest.json_digest(key)[:32]
+        with storage_errors(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{name}.safetensors"
+
+    def save(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        path = self._path(name)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        with storage_errors(path):
+            save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"facts": json.dumps(facts)})
+            os.replace(partial, path)
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        path = self._path(name)
+        if not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as handle:
+            facts = json.loads(handle.metadata()["facts"])
+        return load_file(path), facts
+
+    def save_block(self, index: int, result: BlockResult) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, quantized in result.weights.items():
+            tensors |= {f"codes/{name}": quantized.codes, f"scale/{name}": quantized.scale}
+            if quantized.zero_point is not None:
+                tensors[f"zero/{name}"] = quantized.zero_point
+        for kind in ("changed", "columns", "rows"):
+            tensors |= {f"{kind}/{name}": value for name, value in getattr(result, kind).items()}
+        self.save(f"block-{index}", tensors, result.facts)
+
+    def load_block(self, index: int, schemes: Mapping[str, QuantScheme]) -> BlockResult | None:
+        found = self.load(f"block-{index}")
+        if found is None:
+            return None
+        tensors, facts = found
+        result = BlockResult(facts=facts)
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "codes":
+                scale, zero = tensors[f"scale/{name}"], tensors.get(f"zero/{name}")
+                result.weights[name] = QuantizedWeight(value, scale, zero, schemes[name])
+            elif kind in ("changed", "columns", "rows"):
+                getattr(result, kind)[name] = value
+        return result
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
