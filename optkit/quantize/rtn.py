@@ -168,3 +168,6 @@ class Rtn:
     def facts(self) -> dict[str, Any]:
         """What the manifest should say of the run, beside the recipe."""
         return {}
+
+    def close(self) -> None:
+        """Called once when the output directory is complete."""

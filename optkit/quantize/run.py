@@ -33,9 +33,9 @@ from optkit.recipe import QuantizeRecipe, parse_section
 # __init__.
 METHODS: dict[str, tuple[str, str]] = {
     "rtn": ("rtn", "Rtn"),
-    "gptq": ("gptq", "Gptq"),
-    "awq": ("awq", "Awq"),
-    "awq+gptq": ("awq", "AwqGptq"),
+    "gptq": ("methods", "Gptq"),
+    "awq": ("methods", "Awq"),
+    "awq+gptq": ("methods", "AwqGptq"),
     "smoothquant": ("smoothquant", "SmoothQuant"),
     "auto": ("mixed", "Auto"),
 }
@@ -87,6 +87,7 @@ def quantize(
         writer.rest(solver.changed)
         write_config(source, plan, writer, staging)
         manifest.write_manifest(staging, describe(source, plan, section, solver, writer, errors))
+    solver.close()
     return Path(out_dir)
 
 
