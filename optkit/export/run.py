@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
 from optkit.export import trace
 from optkit.export.lower import finish, ort
+from optkit.export.lower import onnx as standard
 from optkit.export.lower.translate import translate
 from optkit.export.verify import verify_onnx
 from optkit.export.weights import Weights, hollow_model
@@ -22,6 +24,23 @@ from optkit.recipe import ExportRecipe, parse_section
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODEL_FILE = "model.onnx"
 DEFAULT_MAX_SEQ_LEN = 8192
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A layout, a translation table and the clean-ups after it."""
+
+    layout: str
+    table: type[ort.OrtTable]
+    finish: Callable[..., Any]
+
+
+TARGETS = {
+    "ort": Target("slots", ort.OrtTable, finish.finish_ort),
+    "onnx": Target("slots", standard.OnnxTable, functools.partial(finish.finish_standard, symmetric_only=False)),
+    "tensorrt": Target("scatter", standard.TensorRTTable, functools.partial(finish.finish_standard, symmetric_only=True)),
+}
 
 Progress = Callable[..., None]
 STEPS = ("open", "reference", "prepare", "trace", "lower", "write", "verify", "digests")
@@ -92,15 +111,16 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     reference = untouched_reference(checkpoint, dtype)
     report("prepare")
     skeleton, weights = hollow(checkpoint, dtype)
-    prepared = trace.prepare(skeleton, weights, reference, "slots", max_seq_len)
+    target = TARGETS[settings.target]
+    prepared = trace.prepare(skeleton, weights, reference, target.layout, max_seq_len, target.table.fused_experts)
     report("trace")
     program = trace.capture(prepared)
     report("lower")
     opset = settings.opset or ort.OPSET
-    table = ort.OrtTable(opset, prepared.spec.layout, settings.accuracy_level).table()
+    table = target.table(opset, prepared.spec.layout, settings.accuracy_level).table()
     model = translate(program, table, opset, trace.input_names(prepared.spec), trace.output_names(prepared.spec))
     del program
-    finish.finish_ort(model, prepared.spec, weights)
+    target.finish(model, prepared.spec, weights)
     report("write")
     finish.save(model, staging / MODEL_FILE)
     report("verify")

@@ -15,7 +15,7 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 
 from optkit.errors import VerificationError
-from optkit.export.lower import passes
+from optkit.export.lower import bfloat16, passes, portable
 from optkit.export.weights import Weights
 from optkit.io_spec import GraphSpec
 
@@ -65,22 +65,49 @@ def save(model: ir.Model, path: Path) -> None:
     ir.save(model, path, external_data=path.name + ".data", size_threshold_bytes=_FOLD_BYTES)
 
 
-def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
-    """The clean-ups of target ``ort`` in their order."""
-    passes.move_simplified_norm(model)
+def start(model: ir.Model, spec: GraphSpec, weights: Weights) -> set[str]:
+    """What every target begins with; returns the initializers that stand for shared data."""
     source = attach_weights(model, weights)
     tied = {name for name in source if list(source.values()).count(source[name]) > 1}
     passes.share_tensors(model.graph, source)
     passes.name_interface(model, spec)
     fold(model)
+    if spec.logits_dtype != "bfloat16":
+        bfloat16.compute_in_float32(model.graph)
+    return tied
+
+
+def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
+    """The clean-ups of target ``ort`` in their order."""
+    passes.move_simplified_norm(model)
+    tied = start(model, spec, weights)
     passes.transpose_linears(model.graph, tied)
     passes.spread_zero_points(model.graph)
+    cancel(model)
+    passes.fuse_skip_norms(model.graph)
+    passes.pack_siblings(model.graph)
+    return end(model)
+
+
+def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetric_only: bool) -> ir.Model:
+    """The clean-ups of the targets in standard operators."""
+    tied = start(model, spec, weights)
+    cancel(model)
+    portable.transpose_constants(model.graph, tied)
+    passes.pack_siblings(model.graph)
+    portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))
+    portable.standard_quantized_linears(model.graph, symmetric_only)
+    return end(model)
+
+
+def cancel(model: ir.Model) -> None:
     passes.cancel_transposes(model.graph)
     common.RemoveUnusedNodesPass()(model)
     passes.cancel_reshapes(model.graph)
     common.RemoveUnusedNodesPass()(model)
-    passes.fuse_skip_norms(model.graph)
-    passes.pack_siblings(model.graph)
+
+
+def end(model: ir.Model) -> ir.Model:
     passes.tidy(model)
     passes.default_logits_positions(model)
     if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):

@@ -30,11 +30,15 @@ OPSET = 24
 class OrtTable:
     """The translations; one instance per export.
 
+    ``fused_experts``: the target has an operator for a mixture of experts.
+
     Args:
         version: ONNX opset.
         layout: of io_spec.LAYOUTS.
         accuracy_level: of MatMulNBits and QMoE.
     """
+
+    fused_experts = True
 
     def __init__(self, version: int, layout: str, accuracy_level: int) -> None:
         self.op, self.version, self.layout, self.accuracy_level = opset(version), version, layout, accuracy_level
@@ -137,7 +141,7 @@ class OrtTable:
     def sdpa(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float, softcap: float) -> Any:
         op, heads = self.op, q.shape[1]
         if sinks is not None:
-            out = self.attention_with_sinks(q, k, v, mask, sinks, scale, softcap)
+            out = self.spelled_out_attention(q, k, v, mask, sinks, scale, softcap)
         else:
             out, *_ = op.Attention(q, k, v, mask, scale=scale, softcap=softcap, is_causal=0)
         typed(out, v, [q.shape[0], heads, q.shape[2], v.shape[3]])
@@ -151,16 +155,19 @@ class OrtTable:
         tiled = op.Expand(op.Unsqueeze(x, self.ints(2)), self.ints(1, 1, repeat, 1, 1))
         return typed(op.Reshape(tiled, self.ints(0, heads, -1, x.shape[3])), x, [x.shape[0], heads, x.shape[2], x.shape[3]])
 
-    def attention_with_sinks(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float, softcap: float) -> Any:
-        """A sink is one more column of scores whose value is zero; ONNX ``Attention`` has no place for it."""
+    def spelled_out_attention(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float, softcap: float) -> Any:
+        """Attention in elementary operators. A sink is one more column of scores whose value is zero; ``Attention`` has no place for it."""
         op, heads = self.op, q.shape[1]
         scores = op.MatMul(q, op.Transpose(self.repeat_heads(k, heads), perm=[0, 1, 3, 2]))
         scores = op.Mul(scores, op.CastLike(op.Constant(value_float=scale), q))
         if softcap > 0:
             cap = op.CastLike(op.Constant(value_float=softcap), q)
             scores = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
-        scores = op.Add(scores, self.additive(mask, q))
-        column = op.Expand(op.Reshape(sinks, self.ints(1, heads, 1, 1)), op.Concat(op.Shape(q, start=0, end=3), self.ints(1), axis=0))
+        scores = scores if mask is None else op.Add(scores, self.additive(mask, q))
+        if sinks is None:
+            return op.MatMul(op.Softmax(scores, axis=-1), self.repeat_heads(v, heads))
+        sizes = op.Concat(op.Shape(q, start=0, end=3), self.ints(1), axis=0)
+        column = op.Expand(op.Reshape(sinks, self.ints(1, heads, 1, 1)), sizes)
         weights = op.Softmax(op.Concat(scores, op.CastLike(column, q), axis=-1), axis=-1)
         weights = op.Slice(weights, self.ints(0), self.ints(-1), self.ints(-1))
         return op.MatMul(weights, self.repeat_heads(v, heads))
