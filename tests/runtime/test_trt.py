@@ -674,7 +674,8 @@ def test_every_cuda_name_used_exists_in_cuda_bindings() -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
     functions = (
         "cudaStreamCreateWithFlags cudaMalloc cudaFree cudaMemcpyAsync cudaMemsetAsync cudaStreamSynchronize "
-        "cudaStreamBeginCapture cudaStreamEndCapture cudaGraphInstantiate cudaGraphDestroy cudaGraphLaunch cudaGraphExecDestroy cudaStreamDestroy"
+        "cudaStreamBeginCapture cudaStreamEndCapture cudaGraphInstantiate "
+        "cudaGraphDestroy cudaGraphLaunch cudaGraphExecDestroy cudaStreamDestroy"
     )
     for name in functions.split():
         assert callable(getattr(runtime, name)), name
