@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,14 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     report("verify")
     verified = verify_onnx(staging / MODEL_FILE, prepared.spec, reference, dtype)
     graph = prepared.spec.to_dict()
-    return {"target": settings.target, "graph": graph, "model_file": MODEL_FILE, "verified": verified, **prepared.facts}
+    return {
+        "target": settings.target,
+        "graph": graph,
+        "model_file": MODEL_FILE,
+        "quantization": dict(Counter(scheme.describe() for scheme in checkpoint.quantization.values())),
+        "verified": verified,
+        **prepared.facts,
+    }
 
 
 def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module, Weights]:
