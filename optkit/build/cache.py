@@ -57,9 +57,9 @@ def stage_key(stage: str, inputs: Mapping[str, Any]) -> str:
     )
 
 
-def code_digest(stage: str) -> str:
-    """SHA-256 over the source files of optkit that shape the stage's result."""
-    root = Path(optkit.__file__).parent
+def code_digest(stage: str, package: Path | None = None) -> str:
+    """SHA-256 over the source files of optkit (or of another copy of the package) that shape the stage's result."""
+    root = package or Path(optkit.__file__).parent
     files = {path for pattern in CODE[stage] for path in root.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
     return tree_digest([path for path in files if path.relative_to(root).as_posix() not in NOT_CORE], root)
 

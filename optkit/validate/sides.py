@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def describe(side: str | Path | Any, session: Any) -> dict[str, Any]:
             "kind": manifest.kind,
             "target": manifest.facts.get("target"),
             "dtype": manifest.facts.get("dtype") or manifest.recipe.get("dtype"),
-            "quantized": is_quantized(manifest.facts),
-            "scheme": manifest.facts.get("scheme"),
+            "quantized": bool(schemes(manifest.facts)),
+            "scheme": ", ".join(schemes(manifest.facts)) or "unquantized",
             "bytes": total,
             "size": f"{total / 1e6:.1f} MB",
             "source": dict(manifest.source),
@@ -87,6 +88,7 @@ def describe(side: str | Path | Any, session: Any) -> dict[str, Any]:
     return facts
 
 
-def is_quantized(facts: Any) -> bool:
-    """Does a manifest speak of quantized weights?"""
-    return bool(facts.get("scheme") or facts.get("schemes") or facts.get("quantized"))
+def schemes(facts: Mapping[str, Any]) -> list[str]:
+    """The schemes a manifest speaks of, the most used one first; none is an unquantized model."""
+    found = facts.get("quantization") or Counter((facts.get("schemes") or {}).values())
+    return sorted(found, key=lambda name: -found[name])
