@@ -105,6 +105,9 @@ def artifact_error(session: onnxruntime.InferenceSession, spec: GraphSpec, refer
     logits = both.step(prompts, list(range(width)))
     shift = [width - len(p) if spec.layout == "growing" else 0 for p in prompts]
     for index, prompt in enumerate(prompts):
+        if logits.shape[1] == 1:  # the layout gives the last token's logits only
+            record("prefill", logits[index, 0], index, len(prompt) - 1)
+            continue
         for position in range(len(prompt)):
             record("prefill", logits[index, shift[index] + position], index, position)
     for step in range(min(len(r) - n for r, n in zip(rows, PROMPT_LENGTHS, strict=True))):

@@ -46,6 +46,8 @@ MoE = contrib("MoE", 6, 1, _MOE)
 QMoE = contrib("QMoE", 15, 1, {**_MOE, "expert_weight_bits": "i", "block_size": "i", "accuracy_level": "i"})
 MatMulNBits = contrib("MatMulNBits", 6, 1, {"K": "i", "N": "i", "bits": "i", "block_size": "i", "accuracy_level": "i"})
 GatherBlockQuantized = contrib("GatherBlockQuantized", 4, 1, {"bits": "i", "block_size": "i", "quantize_axis": "i", "gather_axis": "i"})
+# Not an operator of anybody: stands for a dequantized table until portable.restore_tables computes it.
+DequantizedTable = contrib("DequantizedTable", 3, 1, {"bits": "i"})
 FusedMatMul = contrib("FusedMatMul", 2, 1, {"transA": "i", "transB": "i", "alpha": "f"})
 # ONNX Runtime registers this one in the ONNX domain; finish() moves it there.
 SimplifiedLayerNormalization = contrib("SimplifiedLayerNormalization", 2, 1, {"axis": "i", "epsilon": "f", "stash_type": "i"})

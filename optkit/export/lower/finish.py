@@ -93,6 +93,7 @@ def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetri
     """The clean-ups of the targets in standard operators."""
     tied = start(model, spec, weights)
     cancel(model)
+    portable.restore_tables(model.graph)
     portable.transpose_constants(model.graph, tied)
     passes.pack_siblings(model.graph)
     portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))

@@ -22,7 +22,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from optkit.export.lower.contrib import typed
+from optkit.export.lower.contrib import DequantizedTable, typed
 from optkit.export.lower.ort import OrtTable
 
 
@@ -90,6 +90,12 @@ class TensorRTTable(OnnxTable):
     def cache_write(self, past: Any, new: Any, past_lens: Any, query_lens: Any, slots: Any) -> Any:
         present = typed(self.op.TensorScatter(past, new, past_lens, axis=-2, mode="linear"), past, past.shape)
         return present, present
+
+    def quant_embedding(self, ids: Any, packed: Any, scale: Any, zero_point: Any, num_bits: int) -> Any:
+        """Rows of the dequantized table: TensorRT has neither uint8 nor a gather of 4-bit values."""
+        width = packed.shape[1] * packed.shape[2] * 8 // num_bits
+        table = typed(DequantizedTable(packed, scale, zero_point, bits=num_bits), scale, [packed.shape[0], width])
+        return typed(self.op.Gather(table, ids, axis=0), scale, [*ids.shape, width])
 
     def take_positions(self, hidden: Any, positions: Any, query_lens: Any) -> Any:
         """The row's last new token; the layout has no other choice."""

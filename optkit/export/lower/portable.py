@@ -107,6 +107,27 @@ def _standard(graph: ir.Graph, node: ir.Node) -> None:
     graph.remove(node, safe=True)
 
 
+def restore_tables(graph: ir.Graph) -> int:
+    """``DequantizedTable`` -> the table, in the scale's dtype, computed when the file is written."""
+    count = 0
+    for node in [n for n in graph if n.op_type == "DequantizedTable"]:
+        packed, scale, zero_point = (None if v is None else v.const_value for v in (*node.inputs, None)[:3])
+        bits, out = node.attributes["bits"].as_int(), node.outputs[0]
+        rows, width = (int(n) for n in out.shape)  # type: ignore[union-attr, arg-type]
+
+        def table(p: Any = packed, s: Any = scale, z: Any = zero_point, b: int = bits, shape: Any = (rows, width)) -> Any:
+            grid = s.numpy()
+            codes = packing.unpack_bytes(p.numpy(), b, p.shape[2] * 8 // b).astype(np.float32)
+            zeros = np.float32(1 << (b - 1)) if z is None else packing.unpack_bytes(z.numpy(), b, grid.shape[1])[..., None]
+            return ((codes - zeros) * grid.astype(np.float32)[..., None]).reshape(shape).astype(grid.dtype)
+
+        name = f"{node.inputs[0].name}.table"  # type: ignore[union-attr]
+        out.replace_all_uses_with(initializer(graph, name, lazy(table, scale.dtype, (rows, width), name)))  # type: ignore[union-attr]
+        graph.remove(node, safe=True)
+        count += 1
+    return count
+
+
 def gathered_groups(graph: ir.Graph) -> dict[str, int]:
     """Zero points of a quantized embedding -> its number of groups: that of the scales the same ids gather."""
     found: dict[str, int] = {}

@@ -19,6 +19,7 @@ from torch.onnx._internal.exporter import _fx_passes
 
 from optkit.errors import UnsupportedError
 from optkit.export import hooks
+from optkit.export.lower.special import SpecialTable
 
 
 def translate(
@@ -30,11 +31,12 @@ def translate(
 ) -> ir.Model:
     """Raises UnsupportedError, naming the operator, if one has no translation."""
     with hooks.exporter_patches() as transformers_table, _quiet(), _fewer_decompositions():
+        special = SpecialTable(opset).table()
         hooks.apply_graph_fixes(program.graph_module)
         try:
             result = torch.onnx.export(
                 program, (), dynamo=True, optimize=False, verbose=False, opset_version=opset,
-                input_names=input_names, output_names=output_names, custom_translation_table={**transformers_table, **table},
+                input_names=input_names, output_names=output_names, custom_translation_table={**transformers_table, **special, **table},
             )  # fmt: skip
         except torch.onnx.errors.OnnxExporterError as error:
             cause: BaseException = error
