@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -251,10 +252,28 @@ def _sweep(result: Swept, directory: Path, export_options: dict[str, Any]) -> No
     result.status = "ok" if result.parity.worst <= budgets.EXPORT_RELATIVE_ERROR else "wrong"
 
 
+# Operators that say how a layer was written; everything else is glue.
+TELLING = (
+    *("GroupQueryAttention", "Attention", "TensorScatter", "LinearAttention", "CausalConvWithState", "Scan", "MoE", "QMoE"),
+    *("RotaryEmbedding", "SkipSimplifiedLayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Softmax"),
+)
+
+
 def artifact_facts(directory: Path) -> dict[str, Any]:
-    """What the manifest says about how the model was captured."""
+    """How the model was captured, from the manifest, and which telling operators its graph has."""
+    import onnx
+
     facts = json.loads((directory / "optkit.json").read_text(encoding="utf-8"))["facts"]
-    return {key: facts[key] for key in ("layout", "tiers", "nodes", "operators", "notes") if key in facts}
+    nodes = Counter(node.op_type for node in onnx.load(directory / facts["model_file"], load_external_data=False).graph.node)
+    return {
+        "layout": facts["graph"]["layout"],
+        "layout_reason": facts.get("layout_reason", ""),
+        "rope_switch": facts["graph"].get("rope_switch"),
+        "states": sorted({c["role"] for c in facts["graph"]["caches"]} - {"key", "value"}),
+        "tiers": facts["tiers"],
+        "nodes": nodes.total(),
+        "operators": {name: nodes[name] for name in TELLING if nodes[name]},
+    }
 
 
 def sweep(names: Sequence[str], target: str = "ort", jobs: int = 2, timeout: float = 300.0) -> list[Swept]:
