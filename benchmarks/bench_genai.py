@@ -5,8 +5,8 @@
 1. The peer gets a virtual environment of its own (``benchmarks/.peers/genai``) with onnxruntime-genai and the onnxruntime
    it asks for.
 2. The peer's model is made by the peer's own builder, ``onnxruntime_genai.models.builder -p int4 -e cpu``, from the FP16
-   directory that optkit reads. The builder needs torch, transformers and onnx_ir; they are lent from optkit's environment, behind the
-   peer's own packages, for that one step.
+   directory that optkit reads. The builder needs torch, transformers and onnx_ir; they are lent from optkit's
+   environment, behind the peer's own packages, for that one step.
 3. Both run as processes that stay alive; round by round one works while the other waits. A round is a prompt of random ids
    (the same for both) and greedy tokens with no end-of-sequence stop. The first round of each does not count.
 
@@ -147,7 +147,10 @@ def make_model(model: Path, threads: int) -> Path:
             f"sys.argv = ['builder', '-i', {str(source)!r}, '-o', {str(target)!r}, '-p', 'int4', '-e', 'cpu', "
             f"'-c', {str(PEER / 'cache')!r}]; runpy.run_module('onnxruntime_genai.models.builder', run_name='__main__')"
         )
-        subprocess.run([PEER_PYTHON, "-c", code], check=True, stdout=sys.stderr)
+        log = PEER / "builder.log"
+        with log.open("w") as sink:
+            if subprocess.run([PEER_PYTHON, "-c", code], stdout=sink, stderr=sink, check=False).returncode:
+                raise SystemExit(f"error: the peer's builder failed, see {log}")
     path = target / "genai_config.json"
     config = json.loads(path.read_text())
     config["model"]["decoder"].setdefault("session_options", {})["intra_op_num_threads"] = threads
@@ -247,9 +250,8 @@ def report(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) 
     for name, medians in result["medians"].items():
         print(f"{name:18}  {medians['ttft_ms']:7.1f}  {medians['tokens_per_second']:15.1f}")
     spread = result["decode_ratio_per_round"]
-    print(
-        f"optkit / genai      {'':7}  {result['decode_ratio']:15.3f}   (per round {spread['least']:.3f} to {spread['most']:.3f})"
-    )
+    rounds = f"(per round {spread['least']:.3f} to {spread['most']:.3f})"
+    print(f"{'optkit / genai':18}  {'':7}  {result['decode_ratio']:15.3f}   {rounds}")
     print(f"load average {load[0]:.1f} on {os.cpu_count()} CPUs; trust the ratio, not the absolute numbers, when it is high")
 
 

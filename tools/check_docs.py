@@ -1,8 +1,8 @@
 """Checks the documents: every relative link leads to a file (and heading), every command and option they show exists.
 
 Run by ``make docs``. It reads README.md, CONTRIBUTING.md, CHANGELOG.md and everything below docs/ and recipes/. Commands
-are taken from fenced ``console``/``bash`` blocks: a line that starts with ``optkit `` (after ``$ ``) must name a command of the program and
-only options that command has; a ``make`` line must name a target of the Makefile.
+are taken from fenced ``console``/``bash`` blocks: a line that starts with ``optkit `` (after ``$ ``) must name a command
+of the program and only options that command has; a ``make`` line must name a target of the Makefile.
 """
 
 from __future__ import annotations

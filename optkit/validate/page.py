@@ -56,7 +56,11 @@ def _comparison(comparison: Comparison, first: bool) -> str:
 
 
 def _tiles(metrics: Sequence[Metric]) -> str:
-    tiles = [f"<div class='tile'><b>{_e(shown(m))}</b><span>{_e(m.label)}</span></div>" for m in metrics if m.name in TILES]
+    tiles = []
+    for metric in metrics:
+        if metric.name in TILES:
+            value, _, unit = shown(metric).partition(" ")
+            tiles.append(f"<div class='tile'><b>{_e(value)} <small>{_e(unit)}</small></b><span>{_e(metric.label)}</span></div>")
     return f"<div class='tiles'>{''.join(tiles)}</div>"
 
 
@@ -66,7 +70,7 @@ def _checks(checks: Sequence[Check]) -> str:
     rows = []
     for check in checks:
         outcome = "<b class='pass'>pass</b>" if check.passed else "<b class='fail'>FAIL</b>"
-        measured = f"{number(check.value)} {_e(check.unit)}"
+        measured = f"{number(check.value)} <span class='soft'>{_e(check.unit)}</span>"
         rows.append([_labelled(check.name, check.reason), measured, f"{check.bound} {number(check.limit)}", outcome])
     return _table(["check", "measured", "allowed", ""], rows, numeric=(1, 2))
 

@@ -1,6 +1,6 @@
 """Small charts as inline SVG text, drawn by hand: no library, no script, no external resource.
 
-Every chart is a 640-unit wide ``<svg>`` that scales with the page; colours come from CSS variables of the page so that they
+Every chart is a 480-unit wide ``<svg>`` that scales with the page; colours come from CSS variables of the page so that they
 follow dark mode and print. A chart carries a ``<title>`` for screen readers.
 """
 
@@ -10,8 +10,8 @@ import html
 import math
 from collections.abc import Sequence
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 44
+WIDTH, HEIGHT = 480, 250
+LEFT, RIGHT, TOP, BOTTOM = 66, 12, 30, 46
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", extra: str = "") -> str:
@@ -77,13 +77,13 @@ def line_chart(
     values = [v for _, data in series for v in data if math.isfinite(v)]
     length = max(len(data) for _, data in series)
     y_ticks = nice_ticks(0.0, max([*values, limit or 0.0]) or 1.0)
-    x_ticks = nice_ticks(0, max(length - 1, 1), 8)
+    x_ticks = nice_ticks(0, max(length - 1, 1), 6)
     frame = _Frame([0, max(length - 1, 1)], y_ticks, x_title, y_title, title)
     frame.x_labels([t for t in x_ticks if t <= length - 1])
     if limit is not None:
         y = frame.y(limit)
         frame.parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        frame.parts.append(_text(WIDTH - RIGHT, y - 4, f"limit of the mean {tick_label(limit)}", "end", ' class="limit-text"'))
+        frame.parts.append(_text(WIDTH - RIGHT, 14, f"limit {tick_label(limit)}", "end", ' class="limit-text"'))
     for index, (label, data) in enumerate(series):
         path, pen = [], "M"
         for i, value in enumerate(data):
@@ -93,7 +93,7 @@ def line_chart(
             else:
                 pen = "M"
         frame.parts.append(f'<path class="s{index}" d="{"".join(path)}"/>')
-        frame.parts.append(_text(LEFT + 10 + 150 * index, TOP + 4, label, "start", f' class="t{index}"'))
+        frame.parts.append(_text(LEFT + 110 * index, 14, label, "start", f' class="t{index}"'))
     return frame.done()
 
 
@@ -127,7 +127,7 @@ def histogram(values: Sequence[float], x_title: str, y_title: str, title: str, b
 
 def bars(items: Sequence[tuple[str, float]], x_title: str, title: str, digits: int = 4, largest: float | None = None) -> str:
     """Horizontal bars from 0 with the value at their end; items are ``(label, value)``."""
-    row, top, left, right = 40, 6, 190, 90
+    row, top, left, right = 38, 6, 96, 76
     height = top + row * len(items) + 26
     span = largest if largest is not None else max([v for _, v in items if math.isfinite(v)], default=1.0) or 1.0
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img"><title>{html.escape(title)}</title>']
