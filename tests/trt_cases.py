@@ -478,6 +478,7 @@ def decoder(
     window: int | None = None,
     slots: int = 256,
     group: int = 32,
+    last_only: bool = False,
 ) -> onnx.ModelProto:
     """A grouped-query decoder with rotary positions, RMSNorm and a SiLU gate, in the exporter's dialect for TensorRT.
 
@@ -488,6 +489,7 @@ def decoder(
         bits: 16, or 8 or 4 for weight-only linears in blocks of ``group``, symmetric.
         window: tokens a query sees, itself included.
         slots: S_max.
+        last_only: logits of each row's last token (input ``query_lens``), instead of those of ``logits_positions``.
     """
     heads, cached, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     kind = {np.float16: F16, np.float32: F32, ml_dtypes.bfloat16: BF16}[dtype]
@@ -552,8 +554,17 @@ def decoder(
         nodes.append(node("Mul", [at + "silu", up], [at + "act"]))
         nodes.append(node("Add", [at + "mid", linear(at + "act", at + "mlp.down_proj", at + "down")], [at + "out"]))
         hidden = at + "out"
-    inputs.append(("logits_positions", I64, ["logits_count"]))
-    nodes.append(node("Gather", [hidden, "logits_positions"], ["wanted"], axis=1))
+    if last_only:
+        outputs[0] = ("logits", kind, ["batch_size", 1, config.vocab_size])
+        inputs.append(("query_lens", I64, ["batch_size"]))
+        constants += [constant("one", np.int64(1)), constant("first_axis", np.array([1]))]
+        nodes.append(node("Sub", ["query_lens", "one"], ["last"]))
+        nodes.append(node("Unsqueeze", ["last", "first_axis"], ["last_index"]))
+        nodes.append(node("GatherND", [hidden, "last_index"], ["wanted.flat"], batch_dims=1))
+        nodes.append(node("Unsqueeze", ["wanted.flat", "first_axis"], ["wanted"]))
+    else:
+        inputs.append(("logits_positions", I64, ["logits_count"]))
+        nodes.append(node("Gather", [hidden, "logits_positions"], ["wanted"], axis=1))
     linear(rms("wanted", "model.norm", "normed"), "lm_head", "logits")
     return make(nodes, inputs, outputs, constants)
 

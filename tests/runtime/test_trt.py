@@ -37,7 +37,8 @@ from tests.runtime.test_contract import *  # noqa: F403  the same tests, over th
 from tests.runtime.test_contract import tokens
 
 MAX_BATCH, MAX_PREFILL = 4, 256
-MODELS = ("llama", "mistral")
+# (model, logits of the last token only): both ways a graph may give its logits
+MODELS = [("llama", False), ("mistral", False), ("mistral", True)]
 # Largest logit error over the logit range, float16 graph against float32 model: 2.1e-3 to 3.1e-3 measured
 FLOAT16_OF_RANGE = 8e-3
 
@@ -62,12 +63,14 @@ def model_spec(config: Any) -> ModelSpec:
     )
 
 
-def write_artifact(directory: Path, name: str, bits: int = 16, dtype: Any = np.float32) -> Path:
+def write_artifact(directory: Path, name: str, bits: int = 16, dtype: Any = np.float32, last_only: bool = False) -> Path:
     """An artifact for target tensorrt whose engine is a placeholder: the stand-in reads the ONNX beside it."""
     model = tiny.build(name)
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     window = tiny.WINDOW if name == "mistral" else None
-    graph = trt_cases.decoder(state, model.config, dtype=dtype, bits=bits, window=window, slots=tiny.POSITIONS)
+    graph = trt_cases.decoder(
+        state, model.config, dtype=dtype, bits=bits, window=window, slots=tiny.POSITIONS, last_only=last_only
+    )
     directory.mkdir(parents=True)
     onnx.save(graph, directory / "model.onnx")
     (directory / trt.PLAN_FILE).write_bytes(b"stand-in")
@@ -94,14 +97,19 @@ def library() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[("trt", name) for name in MODELS], ids=lambda case: f"{case[0]}-{case[1]}")
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+@pytest.fixture(scope="module", params=MODELS, ids=lambda given: f"trt-{given[0]}" + ("-last" if given[1] else ""))
+def given(request: pytest.FixtureRequest) -> tuple[str, bool]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def path(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_artifact(tmp_path_factory.mktemp("trt") / case[1], case[1])
+def case(given: tuple[str, bool]) -> tuple[str, str]:
+    return "trt", given[0]
+
+
+@pytest.fixture(scope="module")
+def path(given: tuple[str, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_artifact(tmp_path_factory.mktemp("trt") / given[0], given[0], last_only=given[1])
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +194,15 @@ def test_a_prompt_longer_than_the_prefill_profile_is_read_in_pieces(llama: Path)
 
 
 @pytest.mark.parametrize("logits", ["last", "all"])
-def test_padding_that_would_leave_the_cache_is_moved_and_the_answer_is_the_same(llama: Path, logits: str) -> None:
+@pytest.mark.parametrize("last_only", [False, True])
+def test_padding_that_would_leave_the_cache_is_moved_and_the_answer_is_the_same(
+    tmp_path: Path, llama: Path, logits: str, last_only: bool
+) -> None:
     """The library drops writes beyond S_max in silence; the stand-in raises for them."""
     full, short = tiny.POSITIONS - 3, 20
     ids = tokens(2, full)
     more = tokens(2, 9, seed=4)
-    with open_trt(llama) as session:
+    with open_trt(write_artifact(tmp_path / "a", "llama", last_only=True) if last_only else llama) as session:
         session.prefill(ids, [full, short])
         both = session.extend(more, [3, 9], logits)
         session.prefill(ids[:1, :full])
@@ -280,7 +291,7 @@ def test_the_stand_in_sees_a_write_beyond_the_cache(llama: Path) -> None:
     with open_trt(llama) as session:
         session.prefill(tokens(1, 4))
         with pytest.raises(standin.ContractBroken, match="slots"):
-            session._decode.run(np.array([[5]]), np.array([tiny.POSITIONS]), np.zeros(1, np.int64))
+            session._decode.run(np.array([[5]]), np.array([tiny.POSITIONS]), np.ones(1, np.int64), np.zeros(1, np.int64))
 
 
 # ---------------------------------------------------------------- wrong engines and artifacts

@@ -48,6 +48,7 @@ class Bindings:
         self.max_batch, self.max_prefill = int(high[0]), int(high[1])
         self.vocab = self.shape[io_spec.LOGITS][-1]
         self.positions = io_spec.LOGITS_POSITIONS in self.inputs
+        self.last_only = not self.positions and self.shape[io_spec.LOGITS][1] == 1
 
     def range(self, name: str, profile: int) -> tuple[Any, Any, Any]:
         """(min, opt, max) shape of an input in a profile."""
@@ -58,9 +59,10 @@ class Bindings:
         return int(np.prod(self.shape[name][1:])) * np.dtype(self.dtype[name]).itemsize
 
     def _check(self, graph: GraphSpec, directory: Path) -> None:
-        known = {io_spec.INPUT_IDS, io_spec.POSITION_IDS, io_spec.WRITE_INDICES, io_spec.LOGITS_POSITIONS}
+        optional = {io_spec.LOGITS_POSITIONS, io_spec.QUERY_LENS}
+        known = {io_spec.INPUT_IDS, io_spec.POSITION_IDS, io_spec.WRITE_INDICES} | optional
         caches = {c.past: c.present for c in graph.caches}
-        wanted = (known - {io_spec.LOGITS_POSITIONS}) | set(caches)
+        wanted = (known - optional) | set(caches)
         missing, extra = sorted(wanted - set(self.inputs)), sorted(set(self.inputs) - known - set(caches))
         if missing or extra:
             raise ArtifactError(
@@ -126,16 +128,21 @@ class Context:
             self.graph_state = "not captured yet"
         self._graph, self._runs = None, 0
 
-    def run(self, ids: Ids, starts: Ids, wanted: Ids, graph: bool = False) -> Logits:
-        """New tokens ``[B, S]`` at slots ``starts[b] ..``; float32 logits ``[B, N, V]`` of the columns ``wanted``."""
+    def run(self, ids: Ids, starts: Ids, counts: Ids, wanted: Ids, graph: bool = False) -> Logits:
+        """New tokens ``ids[b, :counts[b]]`` at slots ``starts[b] ..``.
+
+        Returns:
+            float32 ``[B, N, V]``: of the columns ``wanted``; of each row's last token (N = 1) where the graph gives only that.
+        """
         rows, width = ids.shape
         values: dict[str, NDArray[Any]] = {
             io_spec.INPUT_IDS: ids,
             io_spec.POSITION_IDS: starts[:, None] + np.arange(width),
             io_spec.WRITE_INDICES: starts,
+            io_spec.QUERY_LENS: np.maximum(counts, 1),
+            io_spec.LOGITS_POSITIONS: wanted,
         }
-        if self.bindings.positions:
-            values[io_spec.LOGITS_POSITIONS] = wanted
+        values = {name: value for name, value in values.items() if name in self.bindings.inputs}
         self._set_shapes({name: value.shape for name, value in values.items()}, rows)
         for name, value in values.items():
             array = np.ascontiguousarray(value, self.bindings.dtype[name])
@@ -143,10 +150,9 @@ class Context:
             if held is None or not np.array_equal(held, array):
                 self.device.upload(self._buffers[name].address, array)
                 self._held[name] = array.copy()
-        columns = len(wanted) if self.bindings.positions else width
         self._enqueue(graph)
-        logits = self._read((rows, columns, self.bindings.vocab))
-        return logits if self.bindings.positions else logits[:, wanted]
+        logits = self._read(tuple(self.context.get_tensor_shape(io_spec.LOGITS)))
+        return logits if self.bindings.positions or self.bindings.last_only else logits[:, wanted]
 
     def _enqueue(self, graph: bool) -> None:
         if graph and self._graph is not None:

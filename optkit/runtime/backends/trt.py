@@ -17,6 +17,9 @@ a query at position p see the slots 0..p. Padding behind a row's tokens is writt
 written again. The engine ignores a write beyond S_max without a word; where a padded row would reach that far, its window is
 moved to the left and some cached tokens are given once more, which writes what is there already.
 
+**Logits.** A graph with ``logits_positions`` gives the columns it is asked for. One without gives each row's last token only
+(``query_lens``); all positions of a prompt are then read one token at a time, which is exact and slow.
+
 Numbers on a GPU are not proven by this project's tests: they run this file over a stand-in for the engine
 (docs/tensorrt.md).
 """
@@ -169,6 +172,7 @@ class TrtSession(Session):
         self._cuda_graphs = cuda_graphs
         self._caches: dict[str, Buffer] = {}
         self._room = 0  # rows the buffers hold
+        self._one, self._first = np.ones(batch, np.int64), np.zeros(1, np.int64)
         self._prefill = Context(engine, self.bindings, device, 0, directory)
         decode = min(1, engine.num_optimization_profiles - 1)
         self._decode = Context(engine, self.bindings, device, decode, directory) if decode else self._prefill
@@ -210,19 +214,32 @@ class TrtSession(Session):
         rows, width = ids.shape
         if width > self.bindings.max_prefill:
             raise LimitError(f"{width} tokens at once: the engine's prefill profile takes {self.bindings.max_prefill}")
-        shift = np.maximum(
-            before + width - self.slots, 0
-        )  # [B] cached tokens given once more, so that no write leaves the cache
+        if every and self.bindings.last_only:
+            return self._one_by_one(ids, before, counts)
+        # [B] cached tokens given once more, so that no write leaves the cache
+        shift = np.maximum(before + width - self.slots, 0)
         if shift.any():
             ids = self._moved(ids, before, shift)
         last = np.maximum(shift + counts - 1, 0)
         wanted = np.arange(width) if every else np.unique(last)
-        logits = self._prefill.run(ids, before - shift, wanted)  # [B, N, V]
+        logits = self._prefill.run(ids, before - shift, shift + counts, wanted)  # [B, N, V]
         if not every:
-            return logits[np.arange(rows), np.searchsorted(wanted, last)]
+            return logits[:, 0] if self.bindings.last_only else logits[np.arange(rows), np.searchsorted(wanted, last)]
         if shift.any():
             logits = np.stack([np.roll(row, -s, axis=0) for row, s in zip(logits, shift.tolist(), strict=True)])
         return logits
+
+    def _one_by_one(self, ids: Ids, before: Ids, counts: Ids) -> Logits:
+        """All positions of a graph that only gives the last one's logits. A row that has ended writes its last token again."""
+        rows, width = ids.shape
+        result = np.zeros((rows, width, self.bindings.vocab), np.float32)
+        previous = np.array([row[-1] if row else 0 for row in self._rows], np.int64)
+        for column in range(int(counts.max())):
+            taken = np.minimum(column, counts - 1)  # [B]; -1: the row brings nothing
+            tokens = np.where(taken >= 0, ids[np.arange(rows), taken], previous)
+            starts = np.maximum(before + taken, 0)
+            result[:, column] = self._decode.run(tokens[:, None], starts, self._one[:rows], self._first)[:, 0]
+        return result
 
     def _moved(self, ids: Ids, before: Ids, shift: Ids) -> Ids:
         """Rows whose window starts ``shift[b]`` slots earlier begin with tokens they have in the cache."""
@@ -234,7 +251,7 @@ class TrtSession(Session):
         return moved
 
     def _step(self, tokens: Ids) -> Logits:
-        return self._decode.run(tokens[:, None], self.lengths, np.zeros(1, np.int64), graph=self._cuda_graphs)[:, 0]
+        return self._decode.run(tokens[:, None], self.lengths, self._one[: len(tokens)], self._first, self._cuda_graphs)[:, 0]
 
     def close(self) -> None:
         for context in {id(c): c for c in (self._prefill, self._decode)}.values():
