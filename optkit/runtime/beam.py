@@ -56,7 +56,7 @@ class _Group:
         best = best[np.argsort(-flat[best], kind="stable")]
         length = len(self.running[0].tokens) + 1
         at_limit = length == self._request.max_new_tokens
-        going_on = []
+        going_on: list[_Beam] = []
         for rank, index in enumerate(best.tolist()):
             parent, token = divmod(index, scores.shape[1])
             beam = _Beam(self.running[parent].slot, [*self.running[parent].tokens, token], float(flat[index]))
