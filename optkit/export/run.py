@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
-from optkit.export import trace
-from optkit.export.lower import finish, ort
-from optkit.export.lower import onnx as standard
-from optkit.export.lower.translate import translate
-from optkit.export.verify import verify_onnx
-from optkit.export.weights import Weights, hollow_model
+from optkit.export.graph import write_graph
 from optkit.manifest import Manifest, library_versions, staged_directory, write_manifest
 from optkit.recipe import ExportRecipe, parse_section
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MODEL_FILE = "model.onnx"
-DEFAULT_MAX_SEQ_LEN = 8192
-
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A layout, a translation table and the clean-ups after it."""
-
-    layout: str
-    table: type[ort.OrtTable]
-    finish: Callable[..., Any]
-
-
-TARGETS = {
-    "ort": Target("slots", ort.OrtTable, finish.finish_ort),
-    "onnx": Target("slots", standard.OnnxTable, functools.partial(finish.finish_standard, symmetric_only=False)),
-    "tensorrt": Target("scatter", standard.TensorRTTable, functools.partial(finish.finish_standard, symmetric_only=True)),
-}
 
 Progress = Callable[..., None]
 STEPS = ("open", "reference", "prepare", "trace", "lower", "write", "verify", "digests")
@@ -102,49 +73,3 @@ def _settings(recipe: ExportRecipe | Mapping[str, Any] | None, options: Mapping[
     if isinstance(recipe, ExportRecipe):
         return dataclasses.replace(recipe, **options)
     return parse_section(ExportRecipe, {**(recipe or {}), **options}, "export")  # type: ignore[no-any-return]
-
-
-def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """Traces, lowers and writes the graph into ``staging``; returns the facts for the manifest."""
-    dtype = DTYPES[settings.dtype]
-    max_seq_len = settings.max_seq_len or min(checkpoint.spec.max_seq_len, DEFAULT_MAX_SEQ_LEN)
-    report("reference")
-    reference = untouched_reference(checkpoint, dtype)
-    report("prepare")
-    skeleton, weights = hollow(checkpoint, dtype)
-    target = TARGETS[settings.target]
-    prepared = trace.prepare(skeleton, weights, reference, target.layout, max_seq_len, target.table.fused_experts)
-    report("trace")
-    program = trace.capture(prepared)
-    report("lower")
-    opset = settings.opset or ort.OPSET
-    table = target.table(opset, prepared.spec.layout, settings.accuracy_level).table()
-    model = translate(program, table, opset, trace.input_names(prepared.spec), trace.output_names(prepared.spec))
-    del program
-    target.finish(model, prepared.spec, weights)
-    report("write")
-    finish.save(model, staging / MODEL_FILE)
-    report("verify")
-    verified = verify_onnx(staging / MODEL_FILE, prepared.spec, reference, dtype)
-    graph = prepared.spec.to_dict()
-    return {
-        "target": settings.target,
-        "graph": graph,
-        "model_file": MODEL_FILE,
-        "quantization": dict(Counter(scheme.describe() for scheme in checkpoint.quantization.values())),
-        "verified": verified,
-        **prepared.facts,
-    }
-
-
-def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module, Weights]:
-    """A fresh skeleton with hollow weights read from the checkpoint."""
-    skeleton = checkpoint.skeleton(dtype)
-    return skeleton, hollow_model(skeleton, lambda name: checkpoint.tensor_for(name, dtype))
-
-
-def untouched_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> trace.Reference:
-    """The model's own answers, computed with one layer's weights in memory at a time."""
-    skeleton, weights = hollow(checkpoint, dtype)
-    with weights.streamed(skeleton):
-        return trace.reference(skeleton, checkpoint.spec.vocab_size)

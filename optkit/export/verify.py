@@ -42,7 +42,9 @@ def open_exact(path: Path) -> onnxruntime.InferenceSession:
     try:
         return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise VerificationError(f"ONNX Runtime {onnxruntime.__version__} does not load the exported graph: {' '.join(str(error).split())[:500]}") from error
+        raise VerificationError(
+            f"ONNX Runtime {onnxruntime.__version__} does not load the exported graph: {' '.join(str(error).split())[:500]}"
+        ) from error
 
 
 class Runner:
@@ -130,4 +132,9 @@ def verify_onnx(path: Path, spec: GraphSpec, reference: Reference, dtype: torch.
             f"the exported graph's logits differ from the model's by {errors[worst]:.1e} of their range in {worst} (limit {limit:.0e}); "
             f"all: {', '.join(f'{k} {v:.1e}' for k, v in errors.items())}; nothing was written"
         )
-    return {"logit_error": errors, "limit": limit, "rows": [len(r) for r in reference.rows], "runtime": f"onnxruntime {onnxruntime.__version__}"}
+    return {
+        "logit_error": errors,
+        "limit": limit,
+        "rows": [len(r) for r in reference.rows],
+        "runtime": f"onnxruntime {onnxruntime.__version__}",
+    }

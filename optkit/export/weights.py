@@ -35,6 +35,7 @@ class Weights:
 
     def __init__(self) -> None:
         self._by_address: dict[int, Hollow] = {}
+        self.consumed: set[str] = set()  # names of what was read into the graph, by an initializer or as a value
 
     def add(self, tensor: Tensor, read: Reader, name: str) -> Tensor:
         """Makes ``tensor`` (an empty one of its own) stand for what ``read`` returns."""
@@ -48,6 +49,7 @@ class Weights:
             return change(base.detach())
         shape = change(torch.empty(base.shape, dtype=base.dtype, device="meta"))
         empty = torch.empty(shape.shape, dtype=shape.dtype)
+        self.consumed.add(hollow.name)
         return self.add(empty, lambda: change(hollow.read()).contiguous(), name)
 
     def find(self, tensor: Tensor) -> Hollow | None:
@@ -59,7 +61,14 @@ class Weights:
     def value(self, tensor: Tensor) -> Tensor:
         """The real tensor."""
         hollow = self.find(tensor)
-        return tensor.detach() if hollow is None else hollow.read()
+        if hollow is None:
+            return tensor.detach()
+        self.consumed.add(hollow.name)
+        return hollow.read()
+
+    def names(self) -> list[str]:
+        """Of every hollow tensor."""
+        return [hollow.name for hollow in self._by_address.values()]
 
     @contextlib.contextmanager
     def loaded(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -45,7 +45,9 @@ _MOE = {"k": "i", "activation_type": "s", "swiglu_fusion": "i", "activation_alph
 MoE = contrib("MoE", 6, 1, _MOE)
 QMoE = contrib("QMoE", 15, 1, {**_MOE, "expert_weight_bits": "i", "block_size": "i", "accuracy_level": "i"})
 MatMulNBits = contrib("MatMulNBits", 6, 1, {"K": "i", "N": "i", "bits": "i", "block_size": "i", "accuracy_level": "i"})
-GatherBlockQuantized = contrib("GatherBlockQuantized", 4, 1, {"bits": "i", "block_size": "i", "quantize_axis": "i", "gather_axis": "i"})
+GatherBlockQuantized = contrib(
+    "GatherBlockQuantized", 4, 1, {"bits": "i", "block_size": "i", "quantize_axis": "i", "gather_axis": "i"}
+)
 # Not an operator of anybody: stands for a dequantized table until portable.restore_tables computes it.
 DequantizedTable = contrib("DequantizedTable", 3, 1, {"bits": "i"})
 FusedMatMul = contrib("FusedMatMul", 2, 1, {"transA": "i", "transB": "i", "alpha": "f"})
@@ -82,7 +84,9 @@ def typed(value: Any, like: Any, shape: Sequence[Any]) -> Any:
 
 def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """Registers a constant under a free name."""
-    unique = next(n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in graph.initializers)
+    unique = next(
+        n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in graph.initializers
+    )
     value = ir.Value(name=unique, const_value=tensor)
     value.shape, value.dtype = ir.Shape(list(tensor.shape)), tensor.dtype
     graph.register_initializer(value)

@@ -47,8 +47,7 @@ def attach_weights(model: ir.Model, weights: Weights) -> dict[str, str]:
                 shape=ir.Shape(list(raw.shape)),
                 name=name,
             )
-            hollow_names = value.metadata_props
-            hollow_names["optkit.tensor"] = hollow.name
+            weights.consumed.add(hollow.name)
     return source
 
 
@@ -63,6 +62,28 @@ def fold(model: ir.Model) -> None:
 def save(model: ir.Model, path: Path) -> None:
     """Writes ``path`` and ``path.data``; tensors are made one at a time."""
     ir.save(model, path, external_data=path.name + ".data", size_threshold_bytes=_FOLD_BYTES)
+
+
+def save_sharing(model: ir.Model, path: Path, other: Path) -> None:
+    """Writes ``path`` with its tensors taken from the data file of ``other``, a graph of the same model.
+
+    Raises:
+        VerificationError: a tensor of weight size that ``other`` does not have.
+    """
+    stored = {name: v.const_value for name, v in ir.load(other).graph.initializers.items()}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes <= _FOLD_BYTES:
+            continue
+        same = stored.get(name)
+        if not isinstance(same, ir.ExternalTensor) or same.dtype != tensor.dtype or same.shape != tensor.shape:
+            raise VerificationError(
+                f"{path.name}: {name} is not among the tensors of {other.name}, so weights cannot be shared"
+            )
+        value.const_value = ir.ExternalTensor(
+            same.location, same.offset, same.length, same.dtype, shape=same.shape, name=name, base_dir=path.parent
+        )
+    ir.save(model, path)
 
 
 def start(model: ir.Model, spec: GraphSpec, weights: Weights) -> set[str]:

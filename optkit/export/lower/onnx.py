@@ -24,6 +24,7 @@ import torch
 
 from optkit.export.lower.contrib import DequantizedTable, typed
 from optkit.export.lower.ort import OrtTable
+from optkit.export.lower.recurrent_onnx import StandardStateTable
 
 
 class OnnxTable(OrtTable):
@@ -32,7 +33,7 @@ class OnnxTable(OrtTable):
     fused_experts = False
 
     def table(self) -> dict[Any, Callable[..., Any]]:
-        table = super().table()
+        table = super().table() | StandardStateTable(self.version).table()
         del table[torch.ops.optkit.moe.default]
         return table
 

@@ -62,7 +62,9 @@ class OrtTable:
     def take_positions(self, hidden: Any, positions: Any, query_lens: Any) -> Any:
         op = self.op
         lens = op.Unsqueeze(query_lens, self.ints(1))
-        index = op.Where(op.Less(positions, self.ints(0)), op.Add(positions, lens), op.Add(positions, op.Mul(lens, self.ints(0))))
+        index = op.Where(
+            op.Less(positions, self.ints(0)), op.Add(positions, lens), op.Add(positions, op.Mul(lens, self.ints(0)))
+        )
         last = op.Sub(op.Shape(hidden, start=1, end=2), self.ints(1))
         index = op.Max(op.Min(index, last), self.ints(0))
         return op.GatherND(hidden, op.Unsqueeze(index, self.ints(2)), batch_dims=1)
@@ -123,7 +125,10 @@ class OrtTable:
     ) -> Any:  # fmt: skip
         op, heads, groups = self.op, q.shape[1], k.shape[1]
         if cos_table is not None and (cos_table.shape[1] % 8 or q.shape[3] % 16):  # a limit of the kernel's rotary
-            q, k = self.rope(q, cos_table, sin_table, position_ids, interleaved), self.rope(k, cos_table, sin_table, position_ids, interleaved)
+            q, k = (
+                self.rope(q, cos_table, sin_table, position_ids, interleaved),
+                self.rope(k, cos_table, sin_table, position_ids, interleaved),
+            )
             cos_table = sin_table = None
         seqlens = op.Cast(op.Sub(op.Add(past_lens, query_lens), self.ints(1)), to=int(ir.DataType.INT32))
         total = op.Squeeze(op.Cast(op.Shape(slots, start=1, end=2), to=int(ir.DataType.INT32)))
@@ -200,7 +205,9 @@ class OrtTable:
             out = contrib.MoE(x, logits, fc1, fc1_bias, fc2, fc2_bias, normalize_routing_weights=1, **common)
             out = op.Mul(typed(out, x, x.shape), op.ReduceSum(weight, self.ints(1), keepdims=1))
             return typed(out, x, x.shape)
-        chosen = op.ScatterElements(fill(0.0), index, op.Expand(op.CastLike(op.Constant(value_float=1.0), weight), op.Shape(index)), axis=1)
+        chosen = op.ScatterElements(
+            fill(0.0), index, op.Expand(op.CastLike(op.Constant(value_float=1.0), weight), op.Shape(index)), axis=1
+        )
         dense = op.ScatterElements(fill(0.0), index, weight, axis=1)
         if num_bits == 4:
             common["accuracy_level"] = min(self.accuracy_level, 1)

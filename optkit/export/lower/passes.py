@@ -45,7 +45,10 @@ def name_interface(model: ir.Model, spec: GraphSpec) -> None:
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name in where:
             value.shape = ir.Shape(where[value.name])
-    dtypes = {c.present: ir.DataType[{"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}.get(c.dtype, c.dtype.upper())] for c in spec.caches}
+    dtypes = {
+        c.present: ir.DataType[{"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}.get(c.dtype, c.dtype.upper())]
+        for c in spec.caches
+    }
     for value in model.graph.outputs:
         if value.name in dtypes:
             value.dtype = dtypes[value.name]

@@ -151,7 +151,9 @@ def spread_gathered_zero_points(graph: ir.Graph, groups_of: dict[str, int]) -> i
         rows, width = (int(n) for n in data.shape)  # type: ignore[arg-type]
         bits = 4 if width < groups else 8
         name = f"{value.name}.spread"
-        spread = lazy(lambda d=data, b=bits, g=groups: packing.unpack_bytes(d.numpy(), b, g), ir.DataType.UINT8, (rows, groups), name)
+        spread = lazy(
+            lambda d=data, b=bits, g=groups: packing.unpack_bytes(d.numpy(), b, g), ir.DataType.UINT8, (rows, groups), name
+        )
         node.replace_input_with(0, initializer(graph, name, spread))
         count += 1
     return count

@@ -43,7 +43,9 @@ def translate(
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             text = " ".join(str(cause).split())
-            raise UnsupportedError(f"the model uses an operation that has no translation for this target: {text[:400]}") from error
+            raise UnsupportedError(
+                f"the model uses an operation that has no translation for this target: {text[:400]}"
+            ) from error
     assert result is not None
     return result.model
 
@@ -82,7 +84,9 @@ def _fewer_decompositions() -> Iterator[None]:
 
 
 # Operators whose tensor arguments have different dtypes by nature.
-_MIXED = frozenset("aten::embedding aten::index.Tensor aten::gather aten::where.self aten::masked_fill.Scalar aten::index_select".split())
+_MIXED = frozenset(
+    "aten::embedding aten::index.Tensor aten::gather aten::where.self aten::masked_fill.Scalar aten::index_select".split()
+)
 
 
 def _mixes_dtypes(graph_module: torch.fx.GraphModule) -> bool:
@@ -96,7 +100,9 @@ def _mixes_dtypes(graph_module: torch.fx.GraphModule) -> bool:
         value = node.meta.get("val")
         arguments = {a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)}
         compares = isinstance(value, torch.Tensor) and value.dtype == torch.bool
-        if len(arguments) > 1 or (isinstance(value, torch.Tensor) and arguments and not compares and value.dtype not in arguments):
+        if len(arguments) > 1 or (
+            isinstance(value, torch.Tensor) and arguments and not compares and value.dtype not in arguments
+        ):
             if not name.startswith(("aten::to.", "aten::_to_copy", "aten::sum", "aten::cumsum", "aten::type_as")):
                 return True
     return False

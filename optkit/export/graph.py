@@ -1,0 +1,202 @@
+"""One graph from a checkpoint: reference, prepare, trace, lower, write, verify, audit; and what each target may be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from optkit.checkpoint.model import Checkpoint
+from optkit.errors import UnsupportedError, UsageError, VerificationError
+from optkit.export import ranges, trace
+from optkit.export.audit import audit
+from optkit.export.lower import finish, ort
+from optkit.export.lower import onnx as standard
+from optkit.export.lower.translate import translate
+from optkit.export.verify import verify_onnx
+from optkit.export.weights import Weights, hollow_model
+from optkit.recipe import ExportRecipe
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MODEL_FILE = "model.onnx"
+CHUNKS_FILE = "model_chunks.onnx"
+DEFAULT_MAX_SEQ_LEN = 8192
+
+Report = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a target is made with.
+
+    Attributes:
+        layout: the graph contract (io_spec.py).
+        table: translations of the fused ops.
+        finish: clean-ups after translation.
+        opsets: ONNX opsets it can be written in; the last is the default.
+        dtypes: of activations and caches.
+    """
+
+    layout: str
+    table: type[ort.OrtTable]
+    finish: Callable[..., Any]
+    opsets: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+TARGETS = {
+    "ort": Target("slots", ort.OrtTable, finish.finish_ort, (21, 22, 23, 24), ("fp32", "fp16")),
+    "onnx": Target(
+        "slots", standard.OnnxTable, functools.partial(finish.finish_standard, symmetric_only=False), (24,), ("fp32", "fp16")
+    ),
+    "tensorrt": Target(
+        "scatter",
+        standard.TensorRTTable,
+        functools.partial(finish.finish_standard, symmetric_only=True),
+        (24,),
+        ("fp32", "fp16", "bf16"),
+    ),
+}
+
+
+def check_settings(settings: ExportRecipe, checkpoint: Checkpoint) -> Target:
+    """Refuses before any work what the target cannot do.
+
+    Raises:
+        UsageError, UnsupportedError.
+    """
+    target = TARGETS[settings.target]
+    if settings.opset is not None and settings.opset not in target.opsets:
+        raise UnsupportedError(
+            f"opset {settings.opset}: target {settings.target} is written in opset {', '.join(map(str, target.opsets))}"
+        )
+    if settings.dtype not in target.dtypes:
+        raise UnsupportedError(
+            f"dtype {settings.dtype}: target {settings.target} takes {' or '.join(target.dtypes)} (ONNX Runtime's CPU kernels do not "
+            "compute in bf16, so such an export could not be verified)"
+        )
+    if settings.chunks and settings.target != "ort":
+        raise UnsupportedError(f"chunks: only target ort has per-row query lengths, not {settings.target}")
+    longest = checkpoint.spec.max_seq_len
+    if settings.max_seq_len is not None and settings.max_seq_len > longest:
+        raise UsageError(f"max_seq_len {settings.max_seq_len}: the model has {longest} positions; ask for at most that")
+    return target
+
+
+@dataclasses.dataclass
+class Built:
+    """A lowered graph, not yet written."""
+
+    model: ir.Model
+    prepared: trace.Prepared
+
+    @property
+    def spec(self) -> Any:
+        return self.prepared.spec
+
+
+def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, report: Report) -> dict[str, Any]:
+    """Writes the graph (and its ``chunks`` variant) into ``staging``; returns the facts for the manifest."""
+    target = check_settings(settings, checkpoint)
+    facts: dict[str, Any] = {"target": settings.target, "model_file": MODEL_FILE}
+    if settings.dtype == "fp16":
+        facts["activation_range"] = ranges.check_float16(checkpoint, *hollow(checkpoint, torch.float32))
+    report("reference")
+    computed = "fp32" if settings.dtype == "bf16" else settings.dtype
+    reference = untouched_reference(checkpoint, DTYPES[computed])
+    layout = target.layout
+    if computed != settings.dtype:  # no CPU kernel: the same graph in float32 is what gets verified
+        facts["verified"] = verify_twin(checkpoint, dataclasses.replace(settings, dtype=computed), staging, reference)
+    try:
+        built, verified = written(checkpoint, settings, layout, reference, staging / MODEL_FILE, report)
+    except VerificationError as error:
+        if layout != "slots":
+            raise
+        layout = "growing"
+        facts["layout_reason"] = f"growing cache, because with buffers: {error}"
+        built, verified = written(checkpoint, settings, layout, reference, staging / MODEL_FILE, report)
+    facts |= {"graph": built.spec.to_dict(), **built.prepared.facts}
+    facts.setdefault("verified", verified)
+    facts["audit"] = audit(built.model, built.spec, checkpoint, built.prepared.weights, facts)
+    facts["quantization"] = dict(Counter(scheme.describe() for scheme in checkpoint.quantization.values()))
+    if settings.chunks:
+        facts |= write_chunks(checkpoint, settings, reference, staging)
+    return facts
+
+
+def written(
+    checkpoint: Checkpoint, settings: ExportRecipe, layout: str, reference: trace.Reference, path: Path, report: Report
+) -> tuple[Built, dict[str, Any] | None]:
+    """Builds, writes and verifies one graph; ``None`` where no kernel of this machine computes in its type."""
+    built = build_graph(checkpoint, settings, layout, reference, report)
+    report("write")
+    finish.save(built.model, path)
+    report("verify")
+    if settings.dtype == "bf16":
+        return built, None
+    return built, verify_onnx(path, built.spec, reference, DTYPES[settings.dtype])
+
+
+def build_graph(
+    checkpoint: Checkpoint, settings: ExportRecipe, layout: str, reference: trace.Reference, report: Report
+) -> Built:
+    """Prepares, traces and lowers."""
+    target, dtype = TARGETS[settings.target], DTYPES[settings.dtype]
+    max_seq_len = settings.max_seq_len or min(checkpoint.spec.max_seq_len, DEFAULT_MAX_SEQ_LEN)
+    report("prepare")
+    skeleton, weights = hollow(checkpoint, dtype)
+    prepared = trace.prepare(skeleton, weights, reference, layout, max_seq_len, target.table.fused_experts)
+    report("trace")
+    program = trace.capture(prepared)
+    report("lower")
+    opset = settings.opset or target.opsets[-1]
+    table = target.table(opset, prepared.spec.layout, settings.accuracy_level).table()
+    model = translate(program, table, opset, trace.input_names(prepared.spec), trace.output_names(prepared.spec))
+    target.finish(model, prepared.spec, weights)
+    return Built(model, prepared)
+
+
+def verify_twin(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, reference: trace.Reference) -> dict[str, Any]:
+    """The same graph in a type this machine computes in, verified and deleted again."""
+    path = staging / "twin.onnx"
+    _, verified = written(checkpoint, settings, TARGETS[settings.target].layout, reference, path, lambda step: None)
+    for file in (path, Path(f"{path}.data")):
+        file.unlink(missing_ok=True)
+    return {**(verified or {}), "twin": settings.dtype}
+
+
+def write_chunks(checkpoint: Checkpoint, settings: ExportRecipe, reference: trace.Reference, staging: Path) -> dict[str, Any]:
+    """The variant with per-row query lengths; its weights are the ones already written."""
+    built = build_graph(checkpoint, settings, "chunks", reference, lambda step: None)
+    tiers = [tier for tier in built.prepared.facts["tiers"] if tier is not None]
+    if any(tier != 1 for tier in tiers):
+        raise UnsupportedError(
+            f"chunks: every layer's attention must be the fused one, and this model has tiers {tiers}; leave chunks out"
+        )
+    finish.save_sharing(built.model, staging / CHUNKS_FILE, staging / MODEL_FILE)
+    verified = verify_onnx(staging / CHUNKS_FILE, built.spec, reference, DTYPES[settings.dtype])
+    return {"chunks_file": CHUNKS_FILE, "chunks_graph": built.spec.to_dict(), "chunks_verified": verified}
+
+
+def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module, Weights]:
+    """A fresh skeleton with hollow weights read from the checkpoint."""
+    skeleton = checkpoint.skeleton(dtype)
+    return skeleton, hollow_model(skeleton, lambda name: checkpoint.tensor_for(name, dtype))
+
+
+def untouched_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> trace.Reference:
+    """The model's own answers, computed with one layer's weights in memory at a time."""
+    skeleton, weights = hollow(checkpoint, dtype)
+    with weights.streamed(skeleton):
+        return trace.reference(skeleton, checkpoint.spec.vocab_size)
+
+
+def data_bytes(directory: Path) -> int:
+    return sum(os.path.getsize(path) for path in directory.iterdir() if path.is_file())
