@@ -19,19 +19,18 @@ import click
 
 import optkit
 from optkit import _console
-from optkit.errors import InputError, OptkitError, ParityError, RecipeError, UsageError
+from optkit._options import limits as parse_limits
+from optkit._options import merge, prompt_text, quantize_section, sampling
+from optkit.errors import OptkitError, ParityError, UsageError
 from optkit.recipe import (
     DTYPES,
     METHODS,
     TARGETS,
     TIED,
     ExportRecipe,
-    Limits,
-    QuantizeRecipe,
     Recipe,
     ValidateRecipe,
     load_recipe,
-    parse_section,
 )
 
 DOCUMENTATION = "Recipes, reports and every default are described in docs/."
@@ -196,7 +195,7 @@ def validate(
     settings = merge(ValidateRecipe, (loaded.validate if loaded else None), options, "validate")
     with _progress() as progress:
         report = optkit.validate(
-            artifact, reference, limits=_limits(settings.limits, limits), settings=settings, progress=progress, **extra
+            artifact, reference, limits=parse_limits(settings.limits, limits), settings=settings, progress=progress, **extra
         )
     if as_json:
         _console.print_json(report.to_dict())
@@ -300,8 +299,8 @@ def generate(artifact: str, as_json: bool, stats: bool, backend: str | None, thr
     """Generate text from ARTIFACT (an exported directory, or a checkpoint run in torch), streamed as it comes."""
     from optkit.runtime.session import open_session
 
-    prompt = _prompt(options.pop("prompt"), options.pop("text"), options.pop("prompt_file"))
-    arguments = _sampling(options)
+    prompt = prompt_text(options.pop("prompt"), options.pop("text"), options.pop("prompt_file"))
+    arguments = sampling(options)
     with open_session(artifact, backend=backend, threads=threads) as session:
         result = _generate(session, prompt, options, arguments, stream=not as_json)
     if as_json:
@@ -386,51 +385,6 @@ def _recipe(path: Path | None) -> Recipe | None:
     return None if path is None else load_recipe(path)
 
 
-def merge(cls: type, base: Any, options: Mapping[str, Any], where: str) -> Any:
-    """The section ``base`` (or the defaults) with the options that were given; checked as a recipe would be."""
-    import dataclasses
-
-    given = {key: value for key, value in options.items() if value is not None and value != ()}
-    if base is None:
-        return parse_section(cls, given, where)
-    parse_section(cls, given, where)  # types and names
-    return dataclasses.replace(base, **given)
-
-
-def quantize_section(loaded: Recipe | None, options: Mapping[str, Any]) -> QuantizeRecipe:
-    """The ``quantize`` section from a recipe (if any) and the options of the command."""
-    import dataclasses
-
-    base = (loaded.quantize if loaded else None) or QuantizeRecipe()
-    if loaded is not None and loaded.quantize is None:
-        raise RecipeError("the recipe has no quantize section: it describes an unquantized artifact; export its model instead")
-    names = {"calibration": "source", "calibration_samples": "samples", "calibration_length": "length", "seed": "seed"}
-    calibration = {name: options[key] for key, name in names.items() if options.get(key) is not None}
-    rest = {key: value for key, value in options.items() if key not in names}
-    if rest.get("group_size") is not None:
-        text = str(rest["group_size"])
-        if not (text.isdigit() or text == "channel"):
-            raise UsageError(f"--group-size {text}: a number (32, 64, 128) or channel")
-        rest["group_size"] = int(text) if text.isdigit() else text
-    merged = merge(QuantizeRecipe, base, rest, "quantize")
-    section: QuantizeRecipe = dataclasses.replace(merged, calibration=dataclasses.replace(merged.calibration, **calibration))
-    return section
-
-
-def _limits(base: Limits, given: Sequence[str]) -> Limits:
-    values: dict[str, float] = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        try:
-            values[name.strip()] = float(value)
-        except ValueError:
-            raise UsageError(f"--limit {text!r}: NAME=VALUE with a number, for instance kl_mean=0.05") from None
-        if not separator:
-            raise UsageError(f"--limit {text!r}: NAME=VALUE")
-    limits: Limits = merge(Limits, base, values, "limit")
-    return limits
-
-
 def _print_comparison(comparison: Any) -> None:
     from optkit.validate.report import number, shown
 
@@ -458,37 +412,6 @@ def _print_build(result: Any) -> None:
     print(f"Artifact: {result.artifact}")
     if result.report_html is not None:
         print(f"Report:   {result.report_html}")
-
-
-def _prompt(option: str | None, argument: str | None, file: Path | None) -> str:
-    given = [value for value in (option, argument, file) if value is not None]
-    if len(given) > 1:
-        raise UsageError("give one prompt: --prompt TEXT, --prompt-file FILE, or - for standard input")
-    if file is not None and str(file) != "-":
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--prompt-file {file}: {getattr(error, 'strerror', None) or error}") from error
-    text = option if option is not None else argument
-    if file is not None or text == "-" or (text is None and not sys.stdin.isatty()):
-        text = sys.stdin.read()
-    if not text:
-        raise UsageError("there is no prompt: use --prompt TEXT, --prompt-file FILE, or - to read standard input")
-    return text
-
-
-def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``generate()``: only what was given, so that the loop's defaults have one home."""
-    filters = ("temperature", "top_k", "top_p", "min_p")
-    names = ("max_new_tokens", "do_sample", *filters, "repetition_penalty", "seed", "stop")
-    given = {name: options.pop(name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None and value != ()}
-    drawn = [name for name in filters if name in given]
-    if given.get("do_sample") is False and drawn:
-        raise UsageError(
-            f"--greedy takes the most likely token: leave out {', '.join('--' + name.replace('_', '-') for name in drawn)}"
-        )
-    return given
 
 
 def _generate(

@@ -12,7 +12,8 @@ import pytest
 
 import optkit
 from optkit import errors
-from optkit.cli import cli, merge, quantize_section, run
+from optkit._options import merge, quantize_section
+from optkit.cli import cli, run
 from optkit.errors import RecipeError, UsageError
 from optkit.recipe import ExportRecipe, Recipe
 

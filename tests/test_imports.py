@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "optkit"
 STANDARD = sys.stdlib_module_names
 CORE = {"errors", "scheme", "recipe", "packing", "io_spec", "manifest", "_callable"}
-CONSOLE = {"cli", "_console", "doctor", "inspection", "__main__"}
+CONSOLE = {"cli", "_console", "_options", "doctor", "inspection", "__main__"}
 
 # unit -> (optkit units at module level, third-party modules at module level)
 RULES: dict[str, tuple[set[str], set[str]]] = {

@@ -36,7 +36,7 @@ LIBRARIES = {
     "bench": ("onnxruntime", "onnxruntime-gpu", "numpy"),
     "sample": ("onnxruntime", "onnxruntime-gpu", "tokenizers", "numpy"),
 }
-NOT_CORE = ("cli.py", "_console.py", "doctor.py", "inspection.py", "__main__.py")  # they shape no result
+NOT_CORE = ("cli.py", "_console.py", "_options.py", "doctor.py", "inspection.py", "__main__.py")  # they shape no result
 STAGES_FOLDER = "stages"
 
 
