@@ -11,6 +11,8 @@ from typing import Any
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
 from optkit.export.graph import write_graph
+from optkit.export.interop import write_genai_config
+from optkit.io_spec import GraphSpec
 from optkit.manifest import Manifest, library_versions, staged_directory, write_manifest
 from optkit.recipe import ExportRecipe, parse_section
 
@@ -50,6 +52,9 @@ def export(
     with staged_directory(out_dir) as staging:
         facts = write_graph(opened, settings, staging, report)
         opened.copy_support_files(staging)
+        if settings.target == "ort":
+            spec = GraphSpec.from_dict(facts["graph"])
+            facts["genai_config"] = write_genai_config(staging, spec, opened.spec, facts["model_file"])
         manifest = Manifest(
             kind="artifact",
             source={"digest": opened.digest, "given": opened.given},
