@@ -14,7 +14,9 @@ Quantized linears are stored as the ``compressed-tensors`` library stores them, 
     w8a8: ``weight`` int8 ``[O, I]`` (``code - 128``), ``weight_scale`` ``[O, 1]`` and, when calibrated, ``input_scale``
     ``[1]``.
 
-Scales keep their sign: the library computes ``(code - zero_point) * scale`` and never looks at it.
+Scales keep their sign: the library computes ``(code - zero_point) * scale`` and never looks at it. It does so in the scale's
+type, so symmetric scales are float16, in which the product is exact for 4 bits (affine.py), and asymmetric ones, for which it
+is not, float32.
 """
 
 from __future__ import annotations
@@ -245,7 +247,7 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_b
 def pack_for_store(quantized: QuantizedWeight) -> dict[str, Tensor]:
     """A quantized matrix as the tensors of its module: ``weight_packed`` and so on, without the module's name."""
     scheme, codes = quantized.scheme, quantized.codes
-    scale = storable(quantized.scale, SCALE_DTYPE)
+    scale = storable(quantized.scale, SCALE_DTYPE) if scheme.symmetric else quantized.scale.float()
     if scheme.activation_bits == 8:
         tensors = {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale}
         return tensors if quantized.input_scale is None else {**tensors, "input_scale": quantized.input_scale.reshape(1)}
@@ -327,6 +329,7 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Iterable[str
     """The ``quantization_config`` of config.json.
 
     The scheme of most modules targets ``Linear``; the others name their modules, and come first, for the first match counts.
+    transformers can only load zero points while dequantizing, and then knows one scheme, so asymmetric schemes ask for that.
 
     Args:
         schemes: module name -> scheme of the linears stored quantized.
@@ -345,6 +348,7 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Iterable[str
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": groups,
         "ignore": sorted(ignore),
+        **({} if all(scheme.symmetric for scheme in schemes.values()) else {"dequantize": True}),
     }
 
 

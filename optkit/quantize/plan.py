@@ -79,6 +79,7 @@ def make_plan(checkpoint: Checkpoint, recipe: QuantizeRecipe) -> Plan:
     if not schemes:
         raise UsageError("nothing is left to quantize: ignore, lm_head and embedding keep every layer in floating point")
     check_group_sizes(shapes, schemes)
+    _check_combination(schemes)
     shared = embedding in schemes and tied == "share"
     floating = tuple(name for name in shapes if name not in schemes and not (shared and name == head))
     return Plan(shapes, schemes, embedding, head, "keep" if tied == "share" and not shared else tied, floating)
@@ -101,3 +102,11 @@ def _embedding_schemes(recipe: QuantizeRecipe, embedding: str, head: str, tied: 
             "an embedding has no activations to quantize: give embedding a weight-only scheme (int8, w4a16) or keep"
         )
     return weights_only
+
+
+def _check_combination(schemes: dict[str, QuantScheme]) -> None:
+    """8-bit activations beside zero points have no place in the stored format (docs/quantized-checkpoint.md)."""
+    if any(s.activation_bits == 8 for s in schemes.values()) and not all(s.symmetric for s in schemes.values()):
+        raise UsageError(
+            "8-bit activations (w8a8) and asymmetric weights cannot be stored in one checkpoint: use symmetric: true"
+        )

@@ -38,6 +38,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "awq+gptq": ("methods", "AwqGptq"),
     "smoothquant": ("smoothquant", "SmoothQuant"),
     "auto": ("mixed", "Auto"),
+    "mixed": ("mixed", "Mixed"),  # what ``max_kl`` asks for
 }
 LIBRARIES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 
@@ -78,7 +79,7 @@ def quantize(
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if source.quantization:
         raise UnsupportedError(f"{source.given}: is quantized already; give the floating-point checkpoint")
-    method = load_method(section.method)
+    method = load_method(section.method if section.max_kl is None else "mixed")
     plan = make_plan(source, section)
     with manifest.staged_directory(out_dir) as staging, torch.no_grad():
         solver = method(source, plan, section, report)
@@ -150,7 +151,7 @@ def write_config(source: Checkpoint, plan: Plan, writer: Writer, staging: Path) 
     packed = {name: scheme for name, scheme in plan.schemes.items() if writer.packs(name)}
     changes: dict[str, Any] = {"tie_word_embeddings": False} if plan.tied == "untie" else {}
     if packed:
-        dense = [name for name in plan.shapes if name not in packed and writer.packs(name)]
+        dense = [name for name in plan.shapes if name not in packed and name != plan.embedding]
         changes["quantization_config"] = quantization_config(packed, dense)
     source.copy_support_files(staging, **changes)
 

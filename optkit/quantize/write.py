@@ -1,12 +1,15 @@
 """Writing the weights of a quantized checkpoint, tensor by tensor (docs/quantized-checkpoint.md).
 
 A linear is stored packed, under the name its floating-point weight had. What transformers cannot hold packed (an embedding, a
-transposed linear) is stored dequantized, in the smallest type that holds it exactly, and its codes go into a folder beside the
-weights. Everything else is copied as it is stored.
+transposed linear, a second scheme beside an asymmetric one) is stored dequantized, in the smallest type that holds it exactly,
+and its codes go into a folder beside the weights. Everything else is copied as it is stored; but tensors that transformers
+converts while loading (experts one by one) are stored converted, for it takes such for quantized ones in a quantized
+checkpoint.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,10 +30,18 @@ class Writer:
         self._main = ShardWriter(directory)
         self._codes: ShardWriter | None = None
         self._folder = directory / CODES_NAME
+        self._packed = self._packable()
 
     def packs(self, module: str) -> bool:
         """Is a quantized ``module`` stored packed among the weights? Else it is dequantized there, with its codes beside."""
-        return isinstance(self._model.get_submodule(module), nn.Linear)
+        return module in self._packed
+
+    def _packable(self) -> set[str]:
+        schemes = {name: s for name, s in self._plan.schemes.items() if isinstance(self._model.get_submodule(name), nn.Linear)}
+        if all(scheme.symmetric for scheme in schemes.values()):
+            return set(schemes)
+        common = Counter(schemes.values()).most_common(1)[0][0]
+        return {name for name, scheme in schemes.items() if scheme == common}
 
     def quantized(self, module: str, quantized: QuantizedWeight) -> None:
         """Writes one quantized module."""
@@ -64,12 +75,13 @@ class Writer:
         for keys, names in self._source.sources.units():
             kept = [name for name in self._distinct(names) if not self._plan.covers(name)]
             edits = {name: changed(name) for name in kept}
-            if len(kept) == len(names) and all(edit is None for edit in edits.values()):
+            converts = self._source.sources.stored_key(names[0]) is None and bool(self._packed)
+            if len(kept) == len(names) and not converts and all(edit is None for edit in edits.values()):
                 for key in keys:
                     self._main.add(key, self._source.tensors.get(key))
                 continue
             for name, edit in edits.items():
-                self._main.add(self._stored_name(name), self._original(name) if edit is None else edit)
+                self._main.add(self._stored_name(name), self._original(name, keys) if edit is None else edit)
         self._main.close()
         if self._codes is not None:
             self._codes.close()
@@ -80,6 +92,11 @@ class Writer:
         tied = self._plan.ties and f"{self._plan.embedding}.weight" in names
         yield from (name for name in names if not (tied and name == head))
 
-    def _original(self, parameter: str) -> Tensor:
-        key = self._source.sources.stored_key(parameter)
-        return self._source.tensors.get(key) if key is not None else self._source.tensor_for(parameter)()
+    def _original(self, parameter: str, keys: list[str]) -> Tensor:
+        """The tensor of ``parameter`` in the type it is stored in."""
+        store = self._source.tensors
+        return (
+            store.get(keys[0])
+            if self._source.sources.stored_key(parameter)
+            else self._source.tensor_for(parameter, store.dtype(keys[0]))()
+        )

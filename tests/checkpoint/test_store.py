@@ -178,7 +178,7 @@ def test_stored_codes_come_back_bit_for_bit(tmp_path, scheme, shape):
     back = read_quantized(TensorStore.open(tmp_path), "m", scheme)
     assert same(back.codes, whole.codes)
     assert torch.equal(back.scale.float(), whole.scale)
-    assert back.scale.dtype == torch.float16
+    assert back.scale.dtype == (torch.float16 if scheme.symmetric else torch.float32)
     assert (whole.zero_point is None) == (back.zero_point is None)
     assert whole.zero_point is None or same(back.zero_point, whole.zero_point)
     assert whole.input_scale is None or torch.equal(back.input_scale, whole.input_scale)
@@ -243,6 +243,7 @@ def test_a_config_says_every_module_s_scheme_and_the_library_accepts_it(tmp_path
     assert config["format"] == form
     assert config["ignore"] == ["gate", "lm_head"]
     assert QuantizationConfig.model_validate(config).quantization_status.value == "compressed"
+    assert config.get("dequantize", False) == any(not scheme.symmetric for scheme in schemes.values())
     made = [(f"{m}.{leaf}", t) for m, scheme in schemes.items() for leaf, t in pack_for_store(quantized(scheme)).items()]
     store.write_shards(tmp_path, made)
     assert stored_schemes(json.loads(json.dumps(config)), TensorStore.open(tmp_path)) == schemes
