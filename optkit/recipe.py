@@ -58,6 +58,8 @@ class QuantizeRecipe:
     lm_head, embedding: scheme name, ``same`` (as the linears) or ``keep`` (floating point).
     tied: what to do with an lm_head tied to the embedding: ``share`` one quantized tensor, ``untie`` them (each its own
         scheme), ``keep`` both in floating point.
+    max_kl: nats; asks for the smallest mix of 4 and 8 bits (each by ``awq+gptq``) whose divergence, measured on held-out text,
+        stays below it.
     ignore: module names, globs or ``re:`` patterns left in floating point.
     """
 
@@ -70,6 +72,7 @@ class QuantizeRecipe:
     embedding: str = "same"
     tied: str = "share"
     ignore: tuple[str, ...] = ()
+    max_kl: float | None = None
     calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
     effort: str = "default"
 
@@ -80,7 +83,10 @@ class QuantizeRecipe:
         _one_of("quantize.effort", self.effort, ("fast", "default", "high"))
         if isinstance(self.group_size, str) and self.group_size != "channel":
             raise RecipeError(f"quantize.group_size {self.group_size!r}: a number or channel")
-        self.weights()
+        if self.max_kl is not None and not self.max_kl > 0:
+            raise RecipeError(f"quantize.max_kl {self.max_kl}: nats, above 0")
+        if self.weights().num_bits != 4 and self.max_kl is not None:
+            raise RecipeError("quantize.max_kl mixes 4 and 8 bits, so the scheme is w4a16")
 
     def weights(self) -> QuantScheme:
         """The scheme of the linears."""

@@ -61,7 +61,7 @@ def smooth_group(
         scheme: how they will be rounded.
         alphas: exponents to try, besides 0.
     """
-    weight = _sample(torch.cat([w.float() for w in weights]), SCORED_ROWS)
+    weight = sample_rows(torch.cat([w.float() for w in weights]), SCORED_ROWS)
     hessian = statistics.hessian
     base = _error(weight, hessian, torch.ones(weight.shape[1]), scheme)
     best = Smoothing(torch.ones(weight.shape[1]), 0.0, 1.0)
@@ -88,7 +88,8 @@ def _error(weight: Tensor, hessian: Tensor, s: Tensor, scheme: QuantScheme) -> f
     return float(row_errors(error, hessian).sum())
 
 
-def _sample(weight: Tensor, rows: int) -> Tensor:
+def sample_rows(weight: Tensor, rows: int) -> Tensor:
+    """At most ``rows`` rows of ``weight [O, I]``, the same ones every time."""
     if len(weight) <= rows:
         return weight
     generator = torch.Generator().manual_seed(0)

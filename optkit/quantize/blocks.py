@@ -119,7 +119,7 @@ class Calibrated(Rtn):
         for index in range(len(model.names)):
             self.progress("calibrating", index, len(model.names))
             with model.loaded(index) as block:
-                result = self.work.load_block(index, self._schemes(index))
+                result = self.work.load_block(index)
                 if result is None:
                     result = self._solve_block(index, block, hidden)
                     self.work.save_block(index, result)
@@ -224,6 +224,7 @@ class Calibrated(Rtn):
             leader = group.linears[0]
             weights = {name: linear_weight(block, name).contiguous() for name in group.linears}
             solved = self.solve(weights, schemes, fit[leader])
+            result.high |= self.solve_high(weights, schemes, fit[leader])
             for name, weight in weights.items():
                 kept, fact = guarded(weight, solved[name], held[leader])
                 result.weights[name] = kept
@@ -235,6 +236,12 @@ class Calibrated(Rtn):
     ) -> dict[str, QuantizedWeight]:
         """Codes and scales of linears with one input."""
         raise NotImplementedError
+
+    def solve_high(
+        self, weights: Mapping[str, Tensor], schemes: Mapping[str, QuantScheme], statistics: Statistics
+    ) -> dict[str, QuantizedWeight]:
+        """The same at more bits, for methods that choose later."""
+        return {}
 
     def scale_for(self, group: Group, weights: Sequence[Tensor], statistics: Statistics, scheme: QuantScheme) -> Smoothing:
         """The smoothing scale of a group whose producer is known."""
@@ -286,9 +293,10 @@ class Calibrated(Rtn):
 
     # ---- what the writer asks ----------------------------------------------------------------------------------------------
 
-    def _result(self, index: int) -> BlockResult:
+    def result(self, index: int) -> BlockResult:
+        """What block ``index`` became."""
         if self._cached is None or self._cached[0] != index:
-            found = self.work.load_block(index, self._schemes(index))
+            found = self.work.load_block(index)
             assert found is not None, f"block {index} is not in {self.work.directory}"
             self._cached = (index, found)
         return self._cached[1]
@@ -297,7 +305,7 @@ class Calibrated(Rtn):
         weight = super().target(module)
         if module in self._places:
             index, name = self._places[module]
-            result = self._result(index)
+            result = self.result(index)
             if name in result.columns:
                 weight = weight * result.columns[name]
             if name in result.rows:
@@ -308,16 +316,16 @@ class Calibrated(Rtn):
         if module not in self._places:
             return super().quantize(module)
         index, name = self._places[module]
-        return self._result(index).weights[name]
+        return self.result(index).weights[name]
 
     def changed(self, parameter: str) -> Tensor | None:
         for index, block in enumerate(self._model.names):
             if parameter.startswith(f"{block}."):
-                return self._result(index).changed.get(parameter[len(block) + 1 :])
+                return self.result(index).changed.get(parameter[len(block) + 1 :])
         return None
 
     def facts(self) -> dict[str, Any]:
-        blocks = [self._result(index).facts for index in range(len(self._model.names))]
+        blocks = [self.result(index).facts for index in range(len(self._model.names))]
         layers = [fact for block in blocks for fact in block["layers"].values()]
         return {
             "calibration": self.calibration.facts(),

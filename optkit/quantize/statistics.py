@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 NORM_CAP = 10.0
+SAMPLE_BATCHES, SAMPLE_TOKENS = 4, 64
 
 
 class Statistics:
@@ -24,10 +25,13 @@ class Statistics:
 
     Attributes:
         tokens: how many inputs were added.
+        peak: ``[I]``, largest magnitude of each input.
     """
 
     def __init__(self, inputs: int) -> None:
         self.tokens = 0
+        self.peak = torch.zeros(inputs)
+        self._sample: list[Tensor] = []
         self._plain = torch.zeros(inputs, inputs)
         self._weighted: Tensor | None = None
         self._scale: Tensor | None = None
@@ -38,6 +42,9 @@ class Statistics:
             return
         with torch.autocast("cpu", enabled=False):
             x = x.float()
+            self.peak = torch.maximum(self.peak, x.abs().amax(0))
+            if len(self._sample) < SAMPLE_BATCHES:
+                self._sample.append(x[:: max(1, len(x) // SAMPLE_TOKENS)].clone())
             capped = cap_norms(x)
             self._plain.addmm_(capped.T, capped)
             if weights is not None:
@@ -68,9 +75,16 @@ class Statistics:
         """Root mean square of each input, ``[I]``."""
         return self.diagonal.sqrt()
 
+    @property
+    def sample(self) -> Tensor:
+        """Some of the inputs, evenly spaced in the first batches: ``[n, I]``."""
+        return torch.cat(self._sample) if self._sample else torch.zeros(0, len(self.peak))
+
     def divide(self, s: Tensor) -> None:
         """Makes these the statistics of the inputs divided by ``s [I]``."""
         self._scale = s if self._scale is None else self._scale * s
+        self.peak = self.peak / s
+        self._sample = [x / s for x in self._sample]
 
 
 def cap_norms(x: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ from optkit import manifest
 from optkit.checkpoint.affine import QuantizedWeight
 from optkit.checkpoint.files import cache_directory
 from optkit.errors import storage_errors
-from optkit.scheme import QuantScheme
+from optkit.scheme import scheme_from_dict
+
+LEAVES = ("codes", "scale", "zero", "input")
 
 
 @dataclass
@@ -32,12 +34,14 @@ class BlockResult:
 
     Attributes:
         weights: linear (name inside the block) -> codes and scales.
+        high: the same at more bits, for methods that choose between the two later.
         changed: parameter (name inside the block) -> new floating-point value.
         columns, rows: linear -> what smoothing multiplied its inputs ``[I]`` and outputs ``[O]`` by.
         facts: for the manifest.
     """
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    high: dict[str, QuantizedWeight] = field(default_factory=dict)
     changed: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -77,27 +81,33 @@ class Workspace:
 
     def save_block(self, index: int, result: BlockResult) -> None:
         tensors: dict[str, Tensor] = {}
-        for name, quantized in result.weights.items():
-            tensors |= {f"codes/{name}": quantized.codes, f"scale/{name}": quantized.scale}
-            if quantized.zero_point is not None:
-                tensors[f"zero/{name}"] = quantized.zero_point
+        for kind in ("weights", "high"):
+            for name, quantized in getattr(result, kind).items():
+                parts = (quantized.codes, quantized.scale, quantized.zero_point, quantized.input_scale)
+                tensors |= {f"{kind}/{name}/{leaf}": part for leaf, part in zip(LEAVES, parts, strict=True) if part is not None}
         for kind in ("changed", "columns", "rows"):
             tensors |= {f"{kind}/{name}": value for name, value in getattr(result, kind).items()}
-        self.save(f"block-{index}", tensors, result.facts)
+        schemes = {name: [quantized.scheme.to_dict()] for name, quantized in result.weights.items()}
+        for name, quantized in result.high.items():
+            schemes[name].append(quantized.scheme.to_dict())
+        self.save(f"block-{index}", tensors, {"facts": result.facts, "schemes": schemes})
 
-    def load_block(self, index: int, schemes: Mapping[str, QuantScheme]) -> BlockResult | None:
+    def load_block(self, index: int) -> BlockResult | None:
+        """The result of a finished block, or ``None``."""
         found = self.load(f"block-{index}")
         if found is None:
             return None
-        tensors, facts = found
-        result = BlockResult(facts=facts)
+        tensors, notes = found
+        result = BlockResult(facts=notes["facts"])
+        for name, schemes in notes["schemes"].items():
+            for kind, scheme in zip(("weights", "high"), schemes, strict=False):
+                codes, scale, zero, inputs = (tensors.pop(f"{kind}/{name}/{leaf}", None) for leaf in LEAVES)
+                assert codes is not None
+                assert scale is not None
+                getattr(result, kind)[name] = QuantizedWeight(codes, scale, zero, scheme_from_dict(scheme), inputs)
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
-            if kind == "codes":
-                scale, zero = tensors[f"scale/{name}"], tensors.get(f"zero/{name}")
-                result.weights[name] = QuantizedWeight(value, scale, zero, schemes[name])
-            elif kind in ("changed", "columns", "rows"):
-                getattr(result, kind)[name] = value
+            getattr(result, kind)[name] = value
         return result
 
     def remove(self) -> None:
