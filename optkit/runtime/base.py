@@ -178,6 +178,17 @@ class Session(abc.ABC):
         self._rows = [[] for _ in range(len(ids))]
         return self._append(ids, counts, logits)
 
+    def open_rows(self, batch: int, capacity: int) -> None:
+        """Starts ``batch`` empty rows with room for ``capacity`` tokens each, forgetting the old ones; ``extend`` fills them.
+
+        Raises:
+            LimitError: they do not fit.
+        """
+        self.check_fits(capacity, 0, batch)
+        self.reset()
+        self._reserve_new(batch, capacity)
+        self._rows = [[] for _ in range(batch)]
+
     def extend(self, input_ids: ArrayLike, lengths: ArrayLike | None = None, logits: str = "last") -> Logits:
         """Appends 0..S tokens to each row; arguments and results as for :meth:`prefill`."""
         ids, counts = self._checked(input_ids, lengths, minimum=0)
@@ -217,7 +228,7 @@ class Session(abc.ABC):
         """Keeps the first ``lengths[b]`` tokens of each row.
 
         Raises:
-            UnsupportedError: the model has recurrent state, which cannot be taken back.
+            UnsupportedError: the model has recurrent state, of which only everything can be forgotten.
             UsageError: a row is not that long.
         """
         wanted = np.asarray(lengths, np.int64)
@@ -227,7 +238,7 @@ class Session(abc.ABC):
             raise UsageError(f"truncate to {wanted.tolist()}: the rows have {now.tolist()} tokens")
         if (wanted == now).all():
             return
-        if self.recurrent:
+        if self.recurrent and (wanted[wanted < now] > 0).any():
             raise UnsupportedError(
                 "truncate: this model keeps a recurrent state, which cannot forget its last tokens; prefill again"
             )

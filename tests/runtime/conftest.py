@@ -27,15 +27,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def artifact(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``artifact(name, **config changes)`` -> its unquantized export for ONNX Runtime."""
+    """``artifact(name, **config changes)`` -> its unquantized export for ONNX Runtime, with the graph for chunks if asked."""
     from optkit.export.run import export
 
     made: dict[Any, Path] = {}
 
-    def make(name: str, **changes: Any) -> Path:
-        key = (name, *sorted(changes.items()))
+    def make(name: str, chunks: bool = False, **changes: Any) -> Path:
+        key = (name, chunks, *sorted(changes.items()))
         if key not in made:
-            made[key] = export(checkpoint(name, **changes), out_dir=tmp_path_factory.mktemp("artifact") / name, target="ort")
+            out = tmp_path_factory.mktemp("artifact") / name
+            made[key] = export(checkpoint(name, **changes), out_dir=out, target="ort", chunks=chunks)
         return made[key]
 
     return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ CASES = [
     ("torch", "phi3_longrope"),
     ("ort", "phi3_longrope"),
     ("ort", "lfm2"),
+    ("ort chunks", "llama"),
+    ("ort chunks", "mistral"),
 ]
 # Two float32 computations of the same two-layer model differ by roundings: up to 3e-6 of the logit range measured.
 RELATIVE = 1e-5
@@ -36,12 +39,19 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def path(case: tuple[str, str], checkpoint: Callable[..., Path], artifact: Callable[..., Path]) -> Path:
-    return artifact(case[1]) if case[0] == "ort" else checkpoint(case[1])
+    if case[0] == "torch":
+        return checkpoint(case[1])
+    return artifact(case[1], chunks=True) if "chunks" in case[0] else artifact(case[1])
 
 
 @pytest.fixture(scope="module")
-def session(path: Path) -> Iterator[Session]:
-    with open_session(path, threads=1) as opened:
+def options(case: tuple[str, str]) -> dict[str, Any]:
+    return {"threads": 1, "chunks": True} if "chunks" in case[0] else {"threads": 1}
+
+
+@pytest.fixture(scope="module")
+def session(path: Path, options: dict[str, Any]) -> Iterator[Session]:
+    with open_session(path, **options) as opened:
         yield opened
 
 
@@ -144,6 +154,21 @@ def test_rows_may_bring_different_numbers_of_tokens_and_none(session, truth) -> 
     assert_close(logits[1], truth(np.concatenate([ids[1, :2], [9]]))[-1])
 
 
+def test_rows_may_join_and_leave_at_any_time(session, truth) -> None:
+    ids = tokens(3, 14)
+    session.open_rows(3, capacity=40)
+    session.extend(ids[:, :5], [5, 0, 0])
+    session.extend(ids[:, 5:9], [1, 4, 0])
+    logits = session.extend(ids[:, 9:12], [1, 1, 3])
+    assert_close(logits[0], truth(ids[0, [0, 1, 2, 3, 4, 5, 9]])[-1])
+    assert_close(logits[1], truth(ids[1, [5, 6, 7, 8, 9]])[-1])
+    assert_close(logits[2], truth(ids[2, 9:12])[-1])
+    session.truncate([7, 0, 3])
+    logits = session.extend(ids[:, :4], [1, 4, 1])
+    assert_close(logits[1], truth(ids[1, :4])[-1])
+    assert_close(logits[0], truth(ids[0, [0, 1, 2, 3, 4, 5, 9, 0]])[-1])
+
+
 def test_truncated_tokens_leave_no_trace(session, truth) -> None:
     ids = tokens(2, 12)
     session.prefill(ids)
@@ -182,16 +207,16 @@ def test_an_outgrown_cache_keeps_its_content(session, truth) -> None:
     assert_close(logits[1], truth(np.concatenate([ids[1, :2], ids[1, 3:]]))[-1])
 
 
-def test_a_long_prompt_read_in_chunks_is_the_same_prompt(path, session) -> None:
+def test_a_long_prompt_read_in_chunks_is_the_same_prompt(path, options, session) -> None:
     ids, lengths = tokens(3, 40), [40, 3, 17]
     want, every = session.prefill(ids, lengths), session.prefill(ids, lengths, logits="all")
-    with open_session(path, threads=1, prefill_chunk=7) as chunked:
+    with open_session(path, **options, prefill_chunk=7) as chunked:
         assert_close(chunked.prefill(ids, lengths), want)
         assert_close(chunked.prefill(ids, lengths, logits="all"), every)
 
 
-def test_max_seq_len_tokens_fit_and_one_more_does_not(path) -> None:
-    with open_session(path, threads=1, max_seq_len=12) as session:
+def test_max_seq_len_tokens_fit_and_one_more_does_not(path, options) -> None:
+    with open_session(path, **options, max_seq_len=12) as session:
         with pytest.raises(LimitError, match="13 positions, and max_seq_len is 12"):
             session.prefill(tokens(1, 13))
         session.prefill(tokens(1, 12))

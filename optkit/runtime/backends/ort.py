@@ -18,7 +18,7 @@ layout     one run                                       otherwise
 =========  ============================================  ==================================================
 slots      a first prompt of any rows; one token per     row by row
            row; more tokens for one row
-chunks     0..S tokens for every row                     –
+chunks     0..S tokens for every row                     rows with many tokens alone, where padding would cost more
 growing    the same number of tokens for every row       a ragged first prompt is padded on the left
 =========  ============================================  ==================================================
 """
@@ -42,7 +42,7 @@ from optkit.runtime.backends._inplace import InPlaceCache
 from optkit.runtime.base import Ids, Logits, Session
 from optkit.runtime.limits import SessionLimits
 
-OPTIONS = ("device", "spin", "profile")
+OPTIONS = ("device", "chunks", "spin", "profile")
 DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -51,6 +51,7 @@ def open_backend(
     threads: int | None = None,
     limits: SessionLimits | None = None,
     device: str | None = None,
+    chunks: bool = False,
     spin: bool = True,
     profile: str | None = None,
 ) -> OrtSession:
@@ -61,11 +62,13 @@ def open_backend(
         threads: CPU threads; ``None`` is every CPU this process may use.
         limits: see :class:`SessionLimits`.
         device: ``cpu`` or ``cuda``; ``None`` takes CUDA where the installed ONNX Runtime has it and a GPU is there.
+        chunks: run the graph that takes another number of tokens from each row (exported with ``chunks: true``); for batches
+            whose rows come and go (:mod:`optkit.runtime.scheduler`).
         spin: let idle threads spin between operators; ``False`` leaves the CPU to others at the price of latency.
         profile: write the engine's profile to files with this prefix.
     """
     directory = Path(path)
-    model_file, graph, spec = _described(directory)
+    model_file, graph, spec = _described(directory, chunks)
     provider = _provider(device)
     engine = _load(directory / model_file, provider, threads, spin, profile)
     if graph is None:
@@ -154,7 +157,7 @@ class _Engine:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, self.device, 0)
 
 
-def _described(directory: Path) -> tuple[str, GraphSpec | None, ModelSpec]:
+def _described(directory: Path, chunks: bool) -> tuple[str, GraphSpec | None, ModelSpec]:
     """Model file, graph contract (``None`` for another exporter's model) and model facts of a directory."""
     if not (directory / manifest.FILE_NAME).is_file():
         if not (directory / "model.onnx").is_file():
@@ -162,9 +165,11 @@ def _described(directory: Path) -> tuple[str, GraphSpec | None, ModelSpec]:
         return "model.onnx", None, foreign_model(directory)
     read = manifest.read_manifest(directory, kind="artifact")
     manifest.check_files(directory, read)
+    if chunks and "chunks_file" not in read.facts:
+        raise UnsupportedError(f"{directory}: has no graph for chunks; export it again with chunks: true")
     try:
-        graph = GraphSpec.from_dict(read.facts["graph"])
-        model_file = str(read.facts["model_file"])
+        graph = GraphSpec.from_dict(read.facts["chunks_graph" if chunks else "graph"])
+        model_file = str(read.facts["chunks_file" if chunks else "model_file"])
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"{directory}: {manifest.FILE_NAME} does not describe an ONNX graph ({error}); export it again"
