@@ -280,7 +280,7 @@ def sweep(names: Sequence[str], target: str = "ort", jobs: int = 2, timeout: flo
     """Sweeps ``names`` in ``jobs`` processes; a crash or time-out of one architecture is that architecture's result."""
     context = multiprocessing.get_context("spawn")
     results: dict[str, Swept] = {}
-    with context.Pool(jobs, maxtasksperchild=8) as pool:
+    with context.Pool(jobs, maxtasksperchild=40) as pool:
         pending = {name: pool.apply_async(sweep_one, (name, target)) for name in names}
         for name, handle in pending.items():
             try:

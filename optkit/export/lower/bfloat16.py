@@ -31,6 +31,7 @@ _MOVES = frozenset(
 def compute_in_float32(graph: ir.Graph) -> int:
     """Rewrites every operator that computes in bfloat16; returns how many."""
     count = 0
+    widened: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         narrow = [i for i, value in enumerate(node.inputs) if value is not None and value.dtype == ir.DataType.BFLOAT16]
         outputs = [value for value in node.outputs if value.dtype == ir.DataType.BFLOAT16]
@@ -39,7 +40,9 @@ def compute_in_float32(graph: ir.Graph) -> int:
         for index in narrow:
             value = node.inputs[index]
             assert value is not None
-            node.replace_input_with(index, _cast_before(graph, node, value))
+            if value not in widened:  # nodes are in order, so the first use is before all others
+                widened[value] = _cast_before(graph, node, value)
+            node.replace_input_with(index, widened[value])
         for value in outputs:
             _cast_after(graph, node, value)
         count += 1

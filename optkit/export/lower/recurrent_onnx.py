@@ -68,7 +68,7 @@ class StandardStateTable:
 
 
 def _body(count: int, version: int) -> ir.Graph:
-    """One token: ``state [B,H,D,Dv]``, ``q``/``k [B,H,1,D]``, ``v [B,H,1,Dv]``, ``factor [B,H,D|1,1]``, or also ``beta [B,H,1,1]``."""
+    """A token: ``state [B,H,D,Dv]``, ``q``/``k [B,H,1,D]``, ``v [B,H,1,Dv]``, ``factor [B,H,D|1,1]``, ``beta [B,H,1,1]``."""
     prefix = f"scan{next(_BODIES)}"
     names = ("state", "q", "k", "v", "factor", "beta")[: count + 1]
     inputs = [ir.Value(name=f"{prefix}_{name}", type=ir.TensorType(ir.DataType.FLOAT)) for name in names]
