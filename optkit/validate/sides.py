@@ -24,11 +24,23 @@ def opened(side: str | Path | Any, backend: str | None = None, threads: int | No
         return
     from optkit.runtime.session import open_session
 
-    session = open_session(side, backend=backend, threads=threads)
+    session = open_session(side, backend=backend, threads=threads, **_unpacked(side, backend))
     try:
         yield session
     finally:
         session.close()
+
+
+def _unpacked(side: str | Path, backend: str | None) -> dict[str, Any]:
+    """The option that dequantizes a quantized checkpoint once and not at every step, where that gives the same numbers.
+
+    It does unless activations are quantized as well (w8a8), which ordinary linears would not imitate.
+    """
+    if backend not in (None, "torch") or not (Path(side) / FILE_NAME).is_file():
+        return {}
+    manifest = read_manifest(side)
+    weights_only = all("a16" in name for name in schemes(manifest.facts))
+    return {"packed": False} if manifest.kind == "quantized-checkpoint" and weights_only else {}
 
 
 @contextlib.contextmanager
