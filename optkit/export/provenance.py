@@ -133,7 +133,7 @@ def slots_tokens(input_ids: Tensor, attention_mask: Tensor) -> Tokens:
 def chunk_tokens(input_ids: Tensor, past_lens: Tensor, query_lens: Tensor, capacity: int | torch.SymInt) -> Tokens:
     """``chunks``: T is the capacity of the buffers."""
     positions = past_lens[:, None] + torch.arange(input_ids.shape[1])[None]
-    valid = (torch.arange(capacity)[None] < (past_lens + query_lens)[:, None]).to(torch.int64)
+    valid = (torch.arange(capacity)[None] < (past_lens + query_lens)[:, None]).to(torch.int64)  # type: ignore[arg-type]
     return Tokens(positions, positions, past_lens, query_lens, valid)
 
 
@@ -141,7 +141,7 @@ def scatter_tokens(
     input_ids: Tensor, position_ids: Tensor, write_indices: Tensor, query_lens: Tensor, capacity: int | torch.SymInt
 ) -> Tokens:
     """``scatter``: static buffers; all S tokens of a row, padding included, are written at ``write_indices``."""
-    valid = (torch.arange(capacity)[None] < (write_indices + query_lens)[:, None]).to(torch.int64)
+    valid = (torch.arange(capacity)[None] < (write_indices + query_lens)[:, None]).to(torch.int64)  # type: ignore[arg-type]
     return Tokens(position_ids, position_ids, write_indices, query_lens, valid)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from optkit import io_spec
 from optkit.errors import UnsupportedError, VerificationError
-from optkit.export import hooks, recurrences, state_hooks, substitute
+from optkit.export import hooks, recurrences, rotary, state_hooks, substitute
 from optkit.export.provenance import Capture, Plan, Tokens, chunk_tokens, growing_tokens, scatter_tokens, slots_tokens
 from optkit.export.weights import Weights
 from optkit.io_spec import CacheSpec, GraphSpec
@@ -66,7 +66,7 @@ class GraphModule(nn.Module):
             return growing_tokens(input_ids, *where)
         make = chunk_tokens if layout == "chunks" else scatter_tokens
         buffers = [past for cache, past in zip(self.caches, pasts, strict=True) if cache.role == "key"]
-        return make(input_ids, *where, capacity=buffers[0].shape[2] if buffers else 0)
+        return make(input_ids, *where, capacity=buffers[0].shape[2] if buffers else 0)  # type: ignore[arg-type, misc]
 
     def forward(
         self, input_ids: Tensor, where: tuple[Tensor, ...], logits_positions: Tensor | None, pasts: list[Tensor]
@@ -283,8 +283,8 @@ def prepare(
     facts["linears"] = substitute.replace_linears(model)
     facts["experts"] = substitute.prepare_experts(model, weights) if fused_experts else 0
     facts["norms"] = substitute.replace_norms(model, weights)
-    rotary = substitute.replace_rotary(model, max_seq_len, facts["notes"])
-    patches = [*reference.patches, *substitute.rotary_patches(model, facts["notes"])]
+    embeddings = rotary.replace_rotary(model, max_seq_len, facts["notes"])
+    patches = [*reference.patches, *rotary.rotary_patches(model, facts["notes"])]
     substitute.wrap_head(model)
     hooks.use_our_functions(model)
     buffered = {c.layer for c in specs if c.role == "key"}
@@ -305,7 +305,7 @@ def prepare(
         raise (own or failures)[0]
     if wrapper.plan.layout != layout:
         facts["layout_reason"] = f"not {layout}: {type(failures[1]).__name__}: {' '.join(str(failures[1]).split())[:200]}"
-    switches = {t[2] for r in rotary for t in r.tables.values()} - {None}
+    switches = {t[2] for r in embeddings for t in r.tables.values()} - {None}
     if switches:
         facts["rope_switch"] = min(switches)  # type: ignore[type-var]
         prepared.spec = graph_spec(wrapper.plan.layout, specs, dtype, max_seq_len, facts)
