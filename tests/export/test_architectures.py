@@ -142,3 +142,11 @@ def test_every_tiny_model_is_usable(name: str) -> None:
     assert len(set(logits.argmax(-1).tolist())) > 5
     assert architectures.self_error(model, rows) < budgets.SELF_ERROR
     np.testing.assert_array_equal(reference_logits(tiny.build(name), rows)[0], logits)
+
+
+@pytest.mark.parametrize("name", list(tiny.ARCHITECTURES))
+def test_an_exported_model_answers_like_transformers(name: str) -> None:
+    """The sweep: shapes other than the sample's, ragged prompts, rows alone, decoding past the window and the rope switch."""
+    result = architectures.sweep_one(name)
+    assert result.status == "ok", architectures.line_of(result)
+    assert result.parity.worst <= budgets.EXPORT_RELATIVE_ERROR
