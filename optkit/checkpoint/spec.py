@@ -66,9 +66,21 @@ def _json(path: Path) -> dict[str, Any]:
 def _max_length(config: Any, directory: Path) -> int:
     own = _number(config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
     if own:
-        return own
+        return int(own * _stretch(config))
     told = _json(directory / "tokenizer_config.json").get("model_max_length")
     return int(told) if isinstance(told, (int, float)) and 0 < told < 10**8 else UNKNOWN_LENGTH
+
+
+def _stretch(config: Any) -> float:
+    """How much further than its ``max_position_embeddings`` a rotary scaling reaches.
+
+    Linear and dynamic scaling leave the configured number at what the model was trained for and multiply it by their factor;
+    the other kinds (yarn, llama3, longrope) configure the final number and the original one beside it.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("linear", "dynamic"):
+        return 1.0
+    return max(1.0, float(rope.get("factor") or 1.0))
 
 
 def _window(config: Any) -> int | None:
