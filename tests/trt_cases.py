@@ -222,6 +222,7 @@ def weight_only(
     zero: int | None = None,
     opset: int = 24,
     size: tuple[int, int] = (128, 96),
+    first_scale: float | None = None,
 ) -> onnx.ModelProto:
     """``x @ dequantize(W)`` with W ``[K, N]`` blocked along K, or one scale per column."""
     inputs, outputs = size
@@ -230,6 +231,8 @@ def weight_only(
     codes = rng.integers(low, high, size)
     scale_shape = (inputs // block, outputs) if block else (outputs,)
     scale = (rng.random(scale_shape) * 0.02 + 0.001).astype(NUMPY[kind])
+    if first_scale is not None:
+        scale.flat[0] = first_scale
     constants = [helper.make_tensor("W", stored, size, codes.flatten().tolist()), constant("scale", scale)]
     names = ["W", "scale"]
     if zero is not None:
@@ -257,14 +260,14 @@ def quantized_activations(kind: int = F16, zero: int = 0, dtype: Any = np.int8) 
     return make(nodes, [("x", kind, ["b", "s", 64])], [("y", kind, ["b", "s", 32])], constants)
 
 
-def requantized(stored: int, stated: bool) -> onnx.ModelProto:
+def requantized(stored: int, stated: bool, scale: float = 0.1) -> onnx.ModelProto:
     """There and back, without a zero point; the type is an attribute or ONNX's default."""
     attributes = {"output_dtype": stored} if stated else {}
     nodes = [
         node("QuantizeLinear", ["x", "scale"], ["xq"], name="it", **attributes),
         node("DequantizeLinear", ["xq", "scale"], ["y"], name="back"),
     ]
-    return make(nodes, [("x", F16, ["b", "s", 64])], [("y", F16, ["b", "s", 64])], [constant("scale", np.float16(0.1))])
+    return make(nodes, [("x", F16, ["b", "s", 64])], [("y", F16, ["b", "s", 64])], [constant("scale", np.float16(scale))])
 
 
 def float8(stored: int = TensorProto.FLOAT8E4M3FN) -> onnx.ModelProto:
@@ -690,6 +693,11 @@ CASES = (
     good("INT8 blocks", lambda: weight_only(TensorProto.INT8)),
     good("INT8 per column", lambda: weight_only(TensorProto.INT8, block=None)),
     bad("INT8 zero point 3", lambda: weight_only(TensorProto.INT8, block=None, zero=3), "refused", "zero-point"),
+    good("INT4 negative scale", lambda: weight_only(first_scale=-0.01)),
+    good("INT4 scale 0", lambda: weight_only(first_scale=0.0)),
+    bad("INT8 negative scale", lambda: weight_only(TensorProto.INT8, first_scale=-0.01), "refused", "scale-sign"),
+    bad("INT8 scale 0", lambda: weight_only(TensorProto.INT8, block=None, first_scale=0.0), "refused", "scale-sign"),
+    bad("QDQ scale 0", lambda: requantized(TensorProto.INT8, True, scale=0.0), "refused", "scale-sign"),
     good("INT4 on 8.0 and 12.0", weight_only, capabilities=("8.0", "12.0")),
     bad("INT4 on 7.5", weight_only, "fails", "capability", node="W", capabilities=("7.5", "8.6")),
     good("INT8 on 7.5", lambda: weight_only(TensorProto.INT8), capabilities=("7.5",)),

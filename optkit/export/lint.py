@@ -8,7 +8,7 @@ construct to the parser and builder of TensorRT-RTX 1.7.1; ``tests/trt_cases.py`
 Standard TensorRT 11 has the same parser; its verdicts could not be checked and are assumed to be the same.
 
 A rule is a function of one node; to add one, add a function to ``RULES`` or ``GRAPH_RULES`` in ``lint_rules.py``.
-Reading the whole graph costs one pass over the nodes; weights are not read, except zero points.
+Reading the whole graph costs one pass over the nodes; weights are not read, except scales and zero points.
 """
 
 from __future__ import annotations

@@ -171,6 +171,8 @@ def dequantize(node: ir.Node, context: Context) -> Found:
             "store symmetric signed INT4 or INT8 (subtract the middle of the range)",
         )
     yield from _zero_point(node)
+    if kind != "INT4":
+        yield from _scale(node)
     block = number(node, "block_size", 0)
     opset = context.model.opset_imports.get("", 1)
     if block and opset < 21:
@@ -187,6 +189,7 @@ def quantize(node: ir.Node, context: Context) -> Found:
         kind = str(ir.DataType(stated).name) if stated else element_type(zero) if zero is not None else "UINT8"
     asymmetric = list(_zero_point(node))
     yield from asymmetric
+    yield from _scale(node)
     if kind == "UINT8" and not number(node, "output_dtype", 0) and not asymmetric:
         yield (
             "quantize-unsigned",
@@ -206,6 +209,16 @@ def _zero_point(node: ir.Node) -> Found:
         yield "zero-point-dynamic", REFUSED, "a zero point that is not a constant", "use symmetric quantization"
     elif _any_nonzero(zero.const_value):
         yield "zero-point", REFUSED, "a zero point other than 0", "quantize symmetrically (signed, zero point 0)"
+
+
+def _scale(node: ir.Node) -> Found:
+    scale = given(node, 1)
+    if scale is None or scale.const_value is None:
+        return
+    values = np.asarray(scale.const_value.numpy()).astype(np.float32)
+    if not bool((values > 0).all()):
+        why = "a scale that is not positive (INT4 weights may have such scales, nothing else may)"
+        yield "scale-sign", REFUSED, why, "negate scale and codes; give an all-zero group the scale 1"
 
 
 def _any_nonzero(tensor: ir.TensorProtocol) -> bool:
