@@ -69,7 +69,7 @@ def refit_scales(weight: Tensor, hessian: Tensor, codes: Tensor, grid: Grid, sto
     system = torch.empty(rows, groups, groups)
     for g, part in enumerate(hessian.view(groups, -1, inputs)):
         system[:, g] = ((centred[:, g] @ part) * flat).view(rows, groups, -1).sum(-1)
-    ridge = RIDGE * system.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + torch.finfo(torch.float32).tiny
+    ridge = RIDGE * system.diagonal(dim1=1, dim2=2) + torch.finfo(torch.float32).tiny
     system.diagonal(dim1=1, dim2=2).add_(ridge)
     solution, failed = torch.linalg.solve_ex(system, (target + ridge * grid.scale).unsqueeze(-1))
     scale = safe_scale(solution.squeeze(-1), storage)

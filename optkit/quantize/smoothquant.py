@@ -6,8 +6,9 @@ fixes ``α = 0.5``; here each group of linears takes the ``α`` with the least o
 rounded as they will be, and none if that is best.
 
 Weights: one symmetric scale for each output channel. Activations: *dynamic*, a scale per token found at run time, or *static*,
-one calibrated scale per linear. A static scale from the largest value seen wastes range on one token, so it is searched for
-the least error on the sample, between :data:`CLIPS` of the peak.
+one calibrated scale per linear. A static scale from the largest value seen wastes range on one token, so it is searched
+between 0.1 and 1 times the peak for the least error on the sample, relative to each token's size (absolute errors would again
+be ruled by the few largest tokens).
 
 Cost: for each ``α`` a product of the sampled inputs (256) with at most :data:`~optkit.quantize.awq.SCORED_ROWS` rows.
 """
@@ -44,10 +45,11 @@ def token_scale(x: Tensor) -> Tensor:
 
 
 def static_scale(statistics: Statistics) -> Tensor:
-    """The one scale for all tokens with the least squared error of the sampled inputs; the peak when nothing is sampled."""
+    """The one scale for all tokens with the least relative error of the sampled tokens; the peak when nothing is sampled."""
     peak = (statistics.peak.max() / INT8_MAX).clamp(min=1e-8)
     x = statistics.sample
-    errors = [float((fake_tokens(x, peak * clip) - x).square().sum()) for clip in CLIPS]
+    size = x.square().sum(-1).clamp(min=1e-30)
+    errors = [float(((fake_tokens(x, peak * clip) - x).square().sum(-1) / size).sum()) for clip in CLIPS]
     return peak * CLIPS[min(range(len(CLIPS)), key=errors.__getitem__)]
 
 
