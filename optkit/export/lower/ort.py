@@ -130,7 +130,10 @@ class OrtTable:
                 self.rope(k, cos_table, sin_table, position_ids, interleaved),
             )
             cos_table = sin_table = None
-        seqlens = op.Cast(op.Sub(op.Add(past_lens, query_lens), self.ints(1)), to=int(ir.DataType.INT32))
+        last = op.Sub(op.Add(past_lens, query_lens), self.ints(1))
+        if self.layout == "chunks":  # a row that is empty and stays so; the kernel wants an index
+            last = op.Max(last, self.ints(0))
+        seqlens = op.Cast(last, to=int(ir.DataType.INT32))
         total = op.Squeeze(op.Cast(op.Shape(slots, start=1, end=2), to=int(ir.DataType.INT32)))
         counts = op.Cast(query_lens, to=int(ir.DataType.INT32)) if self.layout == "chunks" else None
         bias = None if implicit else self.additive(mask, q)
