@@ -228,6 +228,7 @@ def continued_inputs(spec: GraphSpec, lens: list[int], rows: list[list[int]], pa
     return ids, where, None if spec.layout == "growing" else torch.arange(new), pasts
 
 
+FOREIGN = (TypeError, ValueError, RuntimeError, IndexError)  # what a model's own code raises on shapes it does not expect
 CONTINUED = 2  # tokens of a further step of the probe: with 1 the model's own code may take a path that is not traced
 
 
@@ -298,11 +299,16 @@ def prepare(
         try:
             settle_tiers(prepared, reference)
             break
-        except (VerificationError, TypeError, ValueError, RuntimeError) as error:
+        except (VerificationError, *FOREIGN) as error:
             failures.append(error)
     else:
-        own = [f for f in failures if isinstance(f, VerificationError)]
-        raise (own or failures)[0]
+        for failure in failures:
+            if isinstance(failure, VerificationError):
+                raise failure
+        text = " ".join(str(failures[-1]).split())[:300]
+        raise UnsupportedError(f"the model's own attention code does not run on the layout {layout!r}: {text}") from failures[
+            -1
+        ]
     if wrapper.plan.layout != layout:
         facts["layout_reason"] = f"not {layout}: {type(failures[1]).__name__}: {' '.join(str(failures[1]).split())[:200]}"
     switches = {t[2] for r in embeddings for t in r.tables.values()} - {None}
@@ -316,15 +322,17 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
     """Probes until every layer is captured in a way that gives the model's own logits; see hooks.py for the tiers."""
     plan, facts = prepared.wrapper.plan, prepared.facts
     tolerance = PROBE_TOLERANCE[prepared.dtype]
-    _, capture, cache = probe(prepared, reference, steps=0)
     buffered = {c.layer for c in prepared.wrapper.caches if c.role == "key"}
-    if buffered and not capture.attention_layers:
-        plan.additive_masks = True
-    fused = [
-        wanted and bool(getattr(layer, "consumed", False)) and layer.index not in capture.unfused
-        for wanted, layer in zip(plan.fused, cache.layers, strict=True)
-    ]
-    plan.fused = fused
+    try:
+        _, capture, cache = probe(prepared, reference, steps=0)
+        own_code = bool(buffered) and not capture.attention_layers
+        plan.fused = [
+            wanted and bool(getattr(layer, "consumed", False)) and layer.index not in capture.unfused
+            for wanted, layer in zip(plan.fused, cache.layers, strict=True)
+        ]
+    except FOREIGN:  # attention code of the model's own met new keys without the old ones
+        own_code, plan.fused = True, [False] * len(plan.fused)
+    plan.additive_masks = own_code
     error, capture, cache = probe(prepared, reference, steps=min(map(int.__sub__, ROW_LENGTHS, PROMPT_LENGTHS)) // CONTINUED)
     facts["probe_error"] = error
     facts["tiers"] = [
