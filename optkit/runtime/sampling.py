@@ -226,7 +226,7 @@ class RowSampler:
             ids = np.fromiter(self._counts, np.int64, len(self._counts))
             counts = np.fromiter(self._counts.values(), np.float32, len(ids))
             scores[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
-        if (size := params.no_repeat_ngram_size) and self.history.length >= size - 1:
+        if size := params.no_repeat_ngram_size:
             scores[self._followers.get(tuple(tokens[len(tokens) - size + 1 :].tolist()), [])] = -np.inf
         add_biases(scores, tokens, {k: [b for b in v if b[2] == -np.inf] for k, v in self._biases.items()})
         if self.history.length - self.history.prompt_length < params.min_new_tokens:
