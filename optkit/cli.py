@@ -127,7 +127,7 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
 
 @cli.command()
 @click.argument("model")
-@output_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory to write; replaced if it is optkit's.")
 @recipe_option
 @click.option("--target", type=click.Choice(TARGETS), help="What to write.  [default: ort]")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of activations, caches and unquantized weights.  [default: fp32]")
@@ -140,15 +140,44 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
     type=click.IntRange(0, 4),
     help="Of ONNX Runtime's 4-bit products: 1 computes in fp32, 4 in int8.  [default: 4]",
 )
+@click.option("--chunks", is_flag=True, default=None, help="Also write the graph for continuous batching (target ort).")
+@click.option("--build", is_flag=True, default=None, help="Also build the engine (target tensorrt).")
+@click.option("--build-only", is_flag=True, help="MODEL is an exported artifact: only build its engine.")
+@click.option(
+    "--compute-capability", "capabilities", metavar="LIST", help="What tensorrt_rtx compiles for, such as 8.6,8.9,12.0."
+)
+@click.option("--flavour", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Engine library.  [default: tensorrt_rtx]")
+@click.option("--max-batch", type=click.IntRange(1), help="Rows the engine takes.  [default: 4]")
+@click.option("--max-prefill", type=click.IntRange(1), help="New tokens the engine takes in one run.  [default: 512]")
 @json_option
 @common
-def export(model: str, output: Path, recipe: Path | None, as_json: bool, **options: Any) -> None:
+def export(
+    model: str, output: Path | None, recipe: Path | None, as_json: bool, build_only: bool, capabilities: str | None, **options: Any
+) -> None:
     """Write MODEL (a quantized checkpoint, HF directory, hub id or GGUF file) as an artifact that a session can open."""
     loaded = _recipe(recipe)
+    if capabilities:
+        options["compute_capabilities"] = tuple(part.strip() for part in capabilities.split(","))
     section = merge(ExportRecipe, loaded.export if loaded else None, options, "export")
     with _progress() as progress:
-        path = optkit.export(model, section, output, progress=progress)
+        if build_only:
+            path = _build_engine(model, section, options, progress)
+        elif output is None:
+            raise UsageError("export: -o/--output is missing; name the directory to write")
+        else:
+            path = optkit.export(model, section, output, progress=progress)
     _written(path, as_json)
+
+
+def _build_engine(directory: str, section: ExportRecipe, options: Mapping[str, Any], progress: Any) -> Path:
+    """Builds the engine of an artifact as its build.json says, or as the options do where any is given."""
+    from optkit.export.artifact_engine import build_artifact
+    from optkit.export.run import engine_plan
+
+    names = ("compute_capabilities", "flavour", "max_batch", "max_prefill")
+    given = any(options.get(name) for name in names)
+    build_artifact(directory, engine_plan(section) if given else None, progress)
+    return Path(directory)
 
 
 @cli.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from optkit.export.audit import audit
 from optkit.export.lower import finish, ort
 from optkit.export.lower import onnx as standard
 from optkit.export.lower.translate import translate
-from optkit.export.verify import verify_onnx
+from optkit.export.verify import smoke_prompt, verify_onnx
 from optkit.export.weights import Weights, hollow_model
 from optkit.recipe import ExportRecipe
 
@@ -28,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODEL_FILE = "model.onnx"
 CHUNKS_FILE = "model_chunks.onnx"
 DEFAULT_MAX_SEQ_LEN = 8192
+SMOKE_PROMPT, SMOKE_STEPS = 12, 16
 
 Report = Callable[[str], None]
 
@@ -125,6 +125,9 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     facts |= {"graph": built.spec.to_dict(), **built.prepared.facts}
     facts.setdefault("verified", verified)
     facts["audit"] = audit(built.model, built.spec, checkpoint, built.prepared.weights, facts)
+    if settings.dtype != "bf16":
+        prompt = ranges.probe_ids(checkpoint)[:SMOKE_PROMPT]
+        facts["smoke"] = smoke_prompt(staging / MODEL_FILE, built.spec, prompt, SMOKE_STEPS)
     facts["quantization"] = dict(Counter(scheme.describe() for scheme in checkpoint.quantization.values()))
     if settings.chunks:
         facts |= write_chunks(checkpoint, settings, reference, staging)
@@ -196,7 +199,3 @@ def untouched_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> trace.Ref
     skeleton, weights = hollow(checkpoint, dtype)
     with weights.streamed(skeleton):
         return trace.reference(skeleton, checkpoint.spec.vocab_size)
-
-
-def data_bytes(directory: Path) -> int:
-    return sum(os.path.getsize(path) for path in directory.iterdir() if path.is_file())

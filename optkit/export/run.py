@@ -10,8 +10,11 @@ from typing import Any
 
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
+from optkit.export.artifact_engine import BuildPlan, build_artifact, write_build_file
+from optkit.export.engine import EngineOptions
 from optkit.export.graph import write_graph
 from optkit.export.interop import write_genai_config
+from optkit.export.profiles import parse_capabilities
 from optkit.io_spec import GraphSpec
 from optkit.manifest import Manifest, library_versions, staged_directory, write_manifest
 from optkit.recipe import ExportRecipe, parse_section
@@ -44,6 +47,8 @@ def export(
         StorageError: disk full.
     """
     settings = _settings(recipe, options)
+    if settings.build and settings.target != "tensorrt":
+        raise UsageError(f"build: an engine is built for target tensorrt, not {settings.target}")
     if out_dir is None:
         raise UsageError("export: give an output directory (out_dir)")
     report = _steps(progress)
@@ -55,6 +60,8 @@ def export(
         if settings.target == "ort":
             spec = GraphSpec.from_dict(facts["graph"])
             facts["genai_config"] = write_genai_config(staging, spec, opened.spec, facts["model_file"])
+        if settings.target == "tensorrt":
+            write_build_file(staging, engine_plan(settings))
         manifest = Manifest(
             kind="artifact",
             source={"digest": opened.digest, "given": opened.given},
@@ -65,7 +72,18 @@ def export(
         )
         report("digests")
         write_manifest(staging, manifest)
+    if settings.build:
+        build_artifact(out_dir, progress=progress)
     return Path(out_dir)
+
+
+def engine_plan(settings: ExportRecipe) -> BuildPlan:
+    """What the ``export`` section says of the engine."""
+    options = EngineOptions(flavour=settings.flavour)
+    if settings.compute_capabilities:
+        capabilities = parse_capabilities(",".join(settings.compute_capabilities))
+        options = dataclasses.replace(options, compute_capabilities=capabilities)
+    return BuildPlan(settings.max_batch, settings.max_prefill, options)
 
 
 def _steps(progress: Progress | None) -> Callable[[str], None]:

@@ -138,3 +138,23 @@ def verify_onnx(path: Path, spec: GraphSpec, reference: Reference, dtype: torch.
         "rows": [len(r) for r in reference.rows],
         "runtime": f"onnxruntime {onnxruntime.__version__}",
     }
+
+
+def smoke_prompt(path: Path, spec: GraphSpec, prompt: list[int], steps: int) -> dict[str, Any]:
+    """A prompt and the greedy tokens the file answers with as it ships, with the margin of each choice in nats: what
+    ``optkit validate --smoke`` compares with on another machine."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    steps = min(steps, spec.max_seq_len - len(prompt))
+    runner = Runner(session, spec, 1, len(prompt) + max(steps, 1))
+    tokens: list[int] = []
+    margins: list[float] = []
+    row = prompt
+    for _ in range(steps):
+        logits = runner.step([row])[0, -1]
+        second, first = np.partition(logits, -2)[-2:]
+        tokens.append(int(logits.argmax()))
+        margins.append(round(float(first - second), 6))
+        row = [tokens[-1]]
+    return {"prompt": prompt, "tokens": tokens, "margins": margins}
