@@ -4,8 +4,8 @@ For the day a GPU is lent. Per artifact (target ``tensorrt``), each step under i
 not take the others with it; what was measured so far is written after every step:
 
 1. **engine**   load the plan, or build it with the library that is installed (TensorRT-RTX, or standard TensorRT on Hopper);
-2. **parity**   the engine against the very ONNX it was built from, in ONNX Runtime on the CPU: ragged prompts, decode steps under a
-                forced continuation, a row of S_max tokens; logit error, KL, top-1 agreement;
+2. **parity**   the engine against the very ONNX it was built from, in ONNX Runtime on the CPU: ragged prompts, decode steps
+                of a forced continuation, a row of S_max tokens; logit error, KL, top-1 agreement;
 3. **graphs**   the same decode steps with and without CUDA graphs have to give the same bits;
 4. **speed**    time to the first token, inter-token latency P50/P99, tokens/s for 1 and 4 rows, with and without CUDA graphs;
 5. **torch**    the same model in torch fp16 on the same GPU (when ``--checkpoint`` is given): the same latencies, and parity.

@@ -100,6 +100,18 @@ def test_the_backend_runs_the_exporter_s_graph_and_answers_like_transformers(art
             assert np.abs(ours - want).max() / np.ptp(want) < FLOAT16_OF_RANGE
 
 
+def test_generate_on_text_costs_one_prefill_and_a_decode_for_every_further_token(artifact: Path) -> None:
+    """And stops at a wish for more than S_max before anything runs."""
+    with over_stand_in(artifact) as session:
+        engine = session.bindings.engine
+        result = session.generate(["one two three", "four"], max_new_tokens=6, min_new_tokens=6)
+        assert [len(tokens) for tokens in result.tokens] == [6, 6]
+        assert engine.runs == 6
+        with pytest.raises(LimitError, match="max_seq_len"):
+            session.generate("one", max_new_tokens=tiny.POSITIONS)
+        assert engine.runs == 6
+
+
 def test_the_engine_is_built_from_build_json_and_recorded(copy: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     write_build_file(copy, BuildPlan(max_batch=2, max_prefill=32, options=ONE))
