@@ -39,6 +39,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         self._text = ""
+        self._seen: set[str] = set()
         self._last = 0.0
         self._started = time.monotonic()
 
@@ -90,9 +91,10 @@ class Progress:
 
     def _show_line(self, text: str, done: float | None, total: float | None) -> None:
         now = time.monotonic()
-        if text == self._text and now - self._last < PLAIN_INTERVAL:
+        if text in self._seen and now - self._last < PLAIN_INTERVAL:  # a step that comes back again and again is said once
             return
-        self._text, self._last = text, now
+        self._seen.add(text)
+        self._last = now
         count = f" {done:g}/{total:g}" if done is not None and total else ""
         say(f"[{now - self._started:6.1f} s] {text}{count}")
 
