@@ -1,7 +1,7 @@
 """optkit: quantize, export, verify and run decoder-only language models on ONNX Runtime and TensorRT.
 
-``quantize``, ``export``, ``open_session``, ``validate`` and ``build`` are the five stages; each reads and writes a directory with a
-manifest (``optkit.json``). This module imports nothing heavy: a name is loaded when it is first used.
+``quantize``, ``export``, ``open_session``, ``validate`` and ``build`` are the five stages; each reads and writes a directory
+with a manifest (``optkit.json``). This module imports nothing heavy: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FUNCTIONS = {
     "open_session": ("optkit.runtime.session", "open_session"),
     "load_recipe": ("optkit.recipe", "load_recipe"),
 }
-__all__ = ["__version__", "quantize", "export", "validate", "build", "open_session", "load_recipe"]  # noqa: F822
+__all__ = ["__version__", "build", "export", "load_recipe", "open_session", "quantize", "validate"]
 
 if TYPE_CHECKING:
     from optkit.build.run import build as build

@@ -3,20 +3,23 @@
 Names are the ones optimum, onnxruntime-genai and transformers.js expect: ``input_ids``, ``attention_mask``,
 ``past_key_values.{i}.key`` / ``.value``, ``present.{i}.key`` / ``.value``, ``logits``. A graph keeps one of these *layouts*:
 
-``slots``    (targets ``ort`` and ``onnx``) Rows are right padded; a token's position is its slot in the cache. ``attention_mask [B, T]`` has a
-             row's valid length as its number of ones (ones first). A first prompt has ``T == S``. With a past, the new tokens of row ``b``
-             go to slots ``sum(mask[b]) - S ..``; B = 1, or S = 1. ``past`` has a capacity ``P >= T`` chosen by the caller; the graph writes the
-             new slots, ``present`` has the same shape and is bound to the very same memory.
-``chunks``   (target ``ort``) ``past_lens [B]`` and ``query_lens [B]`` instead of the mask: every row brings ``query_lens[b]`` (0..S) new tokens
-             and has ``past_lens[b]`` in the cache, so prefill, decode and idle rows share a run. Cache buffers as in ``slots``.
-``scatter``  (target ``tensorrt``) ``position_ids [B, S]``, ``write_indices [B]`` (the row's cached length) and ``query_lens [B]`` (its new tokens,
-             1..S); caches have a static length ``S_max`` = max_seq_len; logits of the row's last new token only, ``[B, 1, V]``.
-``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask [B, P + S]`` (the fallback for models whose own
-             attention code assumes it, and what other exporters write).
+``slots``    (targets ``ort`` and ``onnx``) Rows are right padded; a token's position is its slot in the cache.
+             ``attention_mask [B, T]`` has a row's valid length as its number of ones (ones first). A first prompt has
+             ``T == S``. With a past, the new tokens of row ``b`` go to slots ``sum(mask[b]) - S ..``; B = 1, or S = 1.
+             ``past`` has a capacity ``P >= T`` chosen by the caller; the graph writes the new slots, ``present`` has the
+             same shape and is bound to the very same memory.
+``chunks``   (target ``ort``) ``past_lens [B]`` and ``query_lens [B]`` instead of the mask: every row brings
+             ``query_lens[b]`` (0..S) new tokens and has ``past_lens[b]`` in the cache, so prefill, decode and idle rows
+             share a run. Cache buffers as in ``slots``.
+``scatter``  (target ``tensorrt``) ``position_ids [B, S]``, ``write_indices [B]`` (the row's cached length) and
+             ``query_lens [B]`` (its new tokens, 1..S); caches have a static length ``S_max`` = max_seq_len; logits of the
+             row's last new token only, ``[B, 1, V]``.
+``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask [B, P + S]`` (the fallback for
+             models whose own attention code assumes it, and what other exporters write).
 
-``logits_positions [N]`` int64 is an optional input of ``slots`` and ``chunks`` (an ONNX initializer that may be overridden; default ``[-1]``): which of the new tokens
-get logits, the same for every row. ``-1`` is the row's last valid one, ``-2`` the one before it; ``0..S-1`` count from the left.
-``logits`` is ``[B, N, V]``. All inputs of integers are int64.
+``logits_positions [N]`` int64 is an optional input of ``slots`` and ``chunks`` (an ONNX initializer that may be overridden;
+default ``[-1]``): which of the new tokens get logits, the same for every row. ``-1`` is the row's last valid one, ``-2`` the
+one before it; ``0..S-1`` count from the left. ``logits`` is ``[B, N, V]``. All inputs of integers are int64.
 """
 
 from __future__ import annotations

@@ -134,14 +134,14 @@ def read_manifest(directory: str | Path, kind: str | None = None) -> Manifest:
     """Reads a directory's manifest.
 
     Raises:
-        ArtifactError: no such directory, no manifest (half-written or not optkit's), unreadable, a newer format or another kind.
+        ArtifactError: no such directory, no manifest (half-written or not optkit's), damaged, a newer format, another kind.
     """
     directory = Path(directory)
     path = directory / FILE_NAME
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory")
     if not path.is_file():
-        raise ArtifactError(f"{directory}: no {FILE_NAME} here, so it is not a complete optkit directory; run the stage that makes it again")
+        raise ArtifactError(f"{directory}: no {FILE_NAME} here, so it is not a complete optkit directory; make it again")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data["format_version"]
@@ -164,7 +164,9 @@ def check_files(directory: Path, manifest: Manifest, digests: bool = False) -> N
             raise ArtifactError(f"{path}: missing, though {FILE_NAME} lists it; copy the whole directory or make it again")
         size = path.stat().st_size
         if size != entry["bytes"]:
-            raise ArtifactError(f"{path}: {size} bytes, and {FILE_NAME} says {entry['bytes']}: truncated or replaced; make it again")
+            raise ArtifactError(
+                f"{path}: {size} bytes, and {FILE_NAME} says {entry['bytes']}: truncated or replaced; make it again"
+            )
         if digests and file_digest(path) != entry["sha256"]:
             raise ArtifactError(f"{path}: its content is not what {FILE_NAME} recorded; make it again")
 

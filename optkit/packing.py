@@ -4,8 +4,8 @@ Codes are unsigned, ``uint8`` in ``[0, 2**num_bits - 1]``, one per element. Layo
 
 ``bytes``       4-bit: two codes a byte, the even index in the low nibble, the odd one in the high nibble; 8-bit: one each.
                 Along the last axis; an odd length is padded with code 0. (ONNX int4 tensors, ORT ``MatMulNBits``.)
-``int32``       ``32 / num_bits`` codes a 32-bit word, code ``j`` in bits ``[j*num_bits, (j+1)*num_bits)``, along an axis that is
-                padded with zeros. compressed-tensors stores weights this way along the last axis (``pack-quantized``) with
+``int32``       ``32 / num_bits`` codes a 32-bit word, code ``j`` in bits ``[j*num_bits, (j+1)*num_bits)``, along an axis that
+                is padded with zeros. compressed-tensors stores weights this way along the last axis (``pack-quantized``) with
                 codes offset by ``2**(num_bits-1)``, and zero points along the first axis.
 ``nbits``       ORT ``MatMulNBits``: weights ``[O, G, group_size*num_bits/8]`` bytes, zero points ``[O, ceil(G*num_bits/8)]``.
 """

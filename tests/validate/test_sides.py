@@ -15,7 +15,8 @@ def test_a_quantized_checkpoint_is_dequantized_once_and_gives_the_same_numbers(t
 
 
 def test_quantized_activations_stay_as_they_are(tiny_checkpoint, tmp_path):
-    path = optkit.quantize(tiny_checkpoint, {"scheme": "w8a8", "embedding": "keep", "lm_head": "keep", "tied": "keep"}, tmp_path / "q")
+    recipe = {"scheme": "w8a8", "embedding": "keep", "lm_head": "keep", "tied": "keep"}
+    path = optkit.quantize(tiny_checkpoint, recipe, tmp_path / "q")
     assert sides._unpacked(path, None) == {}
 
 
