@@ -33,7 +33,7 @@ STD = 0.2
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
-def _base(*without: str, **changes: Any) -> dict[str, Any]:
+def base(*without: str, **changes: Any) -> dict[str, Any]:
     """The llama-like configuration most architectures share."""
     config: dict[str, Any] = {
         "hidden_size": 64,
@@ -51,7 +51,7 @@ def _base(*without: str, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in without}
 
 
-def _sizes(layers: str, heads: str, **changes: Any) -> dict[str, Any]:
+def sizes(layers: str, heads: str, **changes: Any) -> dict[str, Any]:
     """A configuration outside the llama naming: ``layers`` and ``heads`` are what it calls those two numbers."""
     return {layers: 2, heads: 4, "vocab_size": VOCAB, "initializer_range": STD, **_SPECIAL, **changes}
 
@@ -61,16 +61,16 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 
 _GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 2.0, "logits_scaling": 3.0}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_GPT = _sizes("n_layer", "n_head", n_embd=64, n_positions=POSITIONS)
-_FALCON = _sizes("num_hidden_layers", "num_attention_heads", hidden_size=64)
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GPT = sizes("n_layer", "n_head", n_embd=64, n_positions=POSITIONS)
+_FALCON = sizes("num_hidden_layers", "num_attention_heads", hidden_size=64)
 _LONGROPE = _rope(
     "longrope",
     short_factor=[1.0 + 0.1 * i for i in range(8)],
     long_factor=[2.0 + 0.3 * i for i in range(8)],
     original_max_position_embeddings=ROPE_SWITCH,
 )
-_MAMBA_HEADS = {
+MAMBA_HEADS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_n_groups": 1,
@@ -81,22 +81,22 @@ _MAMBA_HEADS = {
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # rotary, RMSNorm, gated MLP
-    "llama": ("llama", _base()),
-    "llama_mqa": ("llama", _base(num_key_value_heads=1)),
-    "llama_mha": ("llama", _base(num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
-    "llama_tied": ("llama", _base(tie_word_embeddings=True)),
+    "llama": ("llama", base()),
+    "llama_mqa": ("llama", base(num_key_value_heads=1)),
+    "llama_mha": ("llama", base(num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
+    "llama_tied": ("llama", base(tie_word_embeddings=True)),
     "llama3_rope": (
         "llama",
-        _base(**_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
+        base(**_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
     ),
-    "llama_yarn": ("llama", _base(**_rope("yarn", factor=4.0, original_max_position_embeddings=64))),
-    "llama_linear": ("llama", _base(**_rope("linear", factor=2.0))),
-    "llama_dynamic": ("llama", _base(max_position_embeddings=ROPE_SWITCH, **_rope("dynamic", factor=4.0))),
-    "mistral": ("mistral", _base(sliding_window=WINDOW)),
-    "ministral": ("ministral", _base(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])),
+    "llama_yarn": ("llama", base(**_rope("yarn", factor=4.0, original_max_position_embeddings=64))),
+    "llama_linear": ("llama", base(**_rope("linear", factor=2.0))),
+    "llama_dynamic": ("llama", base(max_position_embeddings=ROPE_SWITCH, **_rope("dynamic", factor=4.0))),
+    "mistral": ("mistral", base(sliding_window=WINDOW)),
+    "ministral": ("ministral", base(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])),
     "ministral3": (
         "ministral3",
-        _base(
+        base(
             **_rope(
                 "yarn",
                 factor=16.0,
@@ -107,25 +107,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             )
         ),
     ),
-    "mixtral": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=2)),
-    "qwen2": ("qwen2", _base()),
-    "qwen2_window": ("qwen2", _base(num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
-    "qwen2_moe": ("qwen2_moe", _base(num_experts=4, shared_expert_intermediate_size=48, decoder_sparse_step=1, **_EXPERTS)),
-    "qwen3": ("qwen3", _base(head_dim=32)),
-    "qwen3_moe": ("qwen3_moe", _base(num_experts=4, decoder_sparse_step=1, **_EXPERTS)),
-    "smollm3": ("smollm3", _base(num_hidden_layers=4, no_rope_layer_interval=4)),
-    "olmo": ("olmo", _base("head_dim", clip_qkv=3.0)),
-    "olmo2": ("olmo2", _base("head_dim")),
-    "olmoe": ("olmoe", _base(num_experts=4, num_experts_per_tok=2)),
-    "granite": ("granite", _base("head_dim", **_GRANITE)),
-    "granitemoe": ("granitemoe", _base("head_dim", num_local_experts=4, num_experts_per_tok=2, **_GRANITE)),
-    "helium": ("helium", _base()),
-    "glm": ("glm", _base(partial_rotary_factor=0.5)),
-    "glm4": ("glm4", _base(partial_rotary_factor=0.5)),
-    "exaone4": ("exaone4", _base(num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=4)),
+    "mixtral": ("mixtral", base(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2": ("qwen2", base()),
+    "qwen2_window": ("qwen2", base(num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
+    "qwen2_moe": ("qwen2_moe", base(num_experts=4, shared_expert_intermediate_size=48, decoder_sparse_step=1, **EXPERTS)),
+    "qwen3": ("qwen3", base(head_dim=32)),
+    "qwen3_moe": ("qwen3_moe", base(num_experts=4, decoder_sparse_step=1, **EXPERTS)),
+    "smollm3": ("smollm3", base(num_hidden_layers=4, no_rope_layer_interval=4)),
+    "olmo": ("olmo", base("head_dim", clip_qkv=3.0)),
+    "olmo2": ("olmo2", base("head_dim")),
+    "olmoe": ("olmoe", base(num_experts=4, num_experts_per_tok=2)),
+    "granite": ("granite", base("head_dim", **_GRANITE)),
+    "granitemoe": ("granitemoe", base("head_dim", num_local_experts=4, num_experts_per_tok=2, **_GRANITE)),
+    "helium": ("helium", base()),
+    "glm": ("glm", base(partial_rotary_factor=0.5)),
+    "glm4": ("glm4", base(partial_rotary_factor=0.5)),
+    "exaone4": ("exaone4", base(num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=4)),
     "deepseek_v3": (
         "deepseek_v3",
-        _base(
+        base(
             "head_dim",
             num_key_value_heads=4,
             n_routed_experts=4,
@@ -137,12 +137,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             qk_rope_head_dim=16,
             qk_nope_head_dim=16,
             v_head_dim=16,
-            **_EXPERTS,
+            **EXPERTS,
         ),
     ),
     "gpt_oss": (
         "gpt_oss",
-        _base(
+        base(
             num_local_experts=4,
             num_experts_per_tok=2,
             sliding_window=WINDOW,
@@ -152,7 +152,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama4_text": (
         "llama4_text",
-        _base(
+        base(
             num_local_experts=2,
             num_experts_per_tok=1,
             intermediate_size_mlp=128,
@@ -163,10 +163,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     # soft caps, (1 + w) norms, parallel blocks, LayerNorm
-    "gemma": ("gemma", _base()),
+    "gemma": ("gemma", base()),
     "gemma2": (
         "gemma2",
-        _base(
+        base(
             sliding_window=WINDOW,
             num_hidden_layers=4,
             query_pre_attn_scalar=16,
@@ -174,10 +174,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             final_logit_softcapping=5.0,
         ),
     ),
-    "gemma3_text": ("gemma3_text", _base(sliding_window=WINDOW, num_hidden_layers=6, query_pre_attn_scalar=16)),
+    "gemma3_text": ("gemma3_text", base(sliding_window=WINDOW, num_hidden_layers=6, query_pre_attn_scalar=16)),
     "gemma3n_text": (
         "gemma3n_text",
-        _base(
+        base(
             num_hidden_layers=6,
             sliding_window=WINDOW,
             vocab_size_per_layer_input=VOCAB,
@@ -189,15 +189,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             activation_sparsity_pattern=[0.5] + [0.0] * 5,
         ),
     ),
-    "cohere": ("cohere", _base("head_dim", use_qk_norm=True, logit_scale=1.0)),
-    "cohere2": ("cohere2", _base(sliding_window=WINDOW, num_hidden_layers=4, logit_scale=1.0)),
-    "nemotron": ("nemotron", _base(partial_rotary_factor=0.5)),
-    "phi": ("phi", _base("head_dim", partial_rotary_factor=0.5)),
-    "phi3": ("phi3", _base("head_dim", partial_rotary_factor=0.5)),
-    "phi3_longrope": ("phi3", _base("head_dim", original_max_position_embeddings=ROPE_SWITCH, **_LONGROPE)),
-    "stablelm": ("stablelm", _base("head_dim", partial_rotary_factor=0.5, use_qkv_bias=True)),
-    "starcoder2": ("starcoder2", _base("head_dim", sliding_window=WINDOW)),
-    "gpt_neox": ("gpt_neox", _base("head_dim", "num_key_value_heads")),
+    "cohere": ("cohere", base("head_dim", use_qk_norm=True, logit_scale=1.0)),
+    "cohere2": ("cohere2", base(sliding_window=WINDOW, num_hidden_layers=4, logit_scale=1.0)),
+    "nemotron": ("nemotron", base(partial_rotary_factor=0.5)),
+    "phi": ("phi", base("head_dim", partial_rotary_factor=0.5)),
+    "phi3": ("phi3", base("head_dim", partial_rotary_factor=0.5)),
+    "phi3_longrope": ("phi3", base("head_dim", original_max_position_embeddings=ROPE_SWITCH, **_LONGROPE)),
+    "stablelm": ("stablelm", base("head_dim", partial_rotary_factor=0.5, use_qkv_bias=True)),
+    "starcoder2": ("starcoder2", base("head_dim", sliding_window=WINDOW)),
+    "gpt_neox": ("gpt_neox", base("head_dim", "num_key_value_heads")),
     "gptj": ("gptj", {**_GPT, "rotary_dim": 8}),
     "codegen": ("codegen", {**_GPT, "n_ctx": POSITIONS, "rotary_dim": 8}),
     # learned or linear-bias positions
@@ -205,7 +205,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", dict(_GPT)),
     "gpt_neo": (
         "gpt_neo",
-        _sizes(
+        sizes(
             "num_layers",
             "num_heads",
             hidden_size=64,
@@ -217,7 +217,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": (
         "opt",
-        _sizes(
+        sizes(
             "num_hidden_layers",
             "num_attention_heads",
             hidden_size=64,
@@ -227,20 +227,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             init_std=STD,
         ),
     ),
-    "bloom": ("bloom", _sizes("n_layer", "n_head", hidden_size=64)),
-    "mpt": ("mpt", _sizes("n_layers", "n_heads", d_model=64, expansion_ratio=2, max_seq_len=POSITIONS)),
+    "bloom": ("bloom", sizes("n_layer", "n_head", hidden_size=64)),
+    "mpt": ("mpt", sizes("n_layers", "n_heads", d_model=64, expansion_ratio=2, max_seq_len=POSITIONS)),
     "falcon": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_mqa": ("falcon", {**_FALCON, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
     "falcon_alibi": ("falcon", {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     # recurrent and convolutional state
-    "mamba": ("mamba", _base("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", state_size=8)),
+    "mamba": ("mamba", base("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", state_size=8)),
     "mamba2": (
         "mamba2",
-        _sizes("num_hidden_layers", "num_heads", hidden_size=64, state_size=16, n_groups=2, chunk_size=8, head_dim=32),
+        sizes("num_hidden_layers", "num_heads", hidden_size=64, state_size=16, n_groups=2, chunk_size=8, head_dim=32),
     ),
     "lfm2": (
         "lfm2",
-        _base(
+        base(
             num_hidden_layers=4,
             full_attn_idxs=[1, 3],
             layer_types=["conv", "full_attention"] * 2,
@@ -249,7 +249,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "qwen3_next",
-        _base(
+        base(
             num_hidden_layers=4,
             num_experts=4,
             shared_expert_intermediate_size=32,
@@ -258,12 +258,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             linear_num_value_heads=4,
             linear_key_head_dim=16,
             linear_value_head_dim=16,
-            **_EXPERTS,
+            **EXPERTS,
         ),
     ),
     "granitemoehybrid": (
         "granitemoehybrid",
-        _base(
+        base(
             "head_dim",
             num_hidden_layers=4,
             num_local_experts=4,
@@ -271,10 +271,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             shared_intermediate_size=64,
             layer_types=["mamba", "attention"] * 2,
             **_GRANITE,
-            **_MAMBA_HEADS,
+            **MAMBA_HEADS,
         ),
     ),
-    "falcon_h1": ("falcon_h1", _base(mamba_d_ssm=128, **_MAMBA_HEADS)),
+    "falcon_h1": ("falcon_h1", base(mamba_d_ssm=128, **MAMBA_HEADS)),
 }
 
 _CONSTANT_NOISE = 0.2
@@ -296,9 +296,16 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def entry(name: str) -> tuple[str, dict[str, Any]]:
+    """``(model_type, config arguments)`` of a key of :data:`ARCHITECTURES` or of tiny_more.py."""
+    from tests.tiny_more import MORE
+
+    return ARCHITECTURES[name] if name in ARCHITECTURES else MORE[name]
+
+
 def config(name: str) -> Any:
-    """The transformers config object of an entry of :data:`ARCHITECTURES`."""
-    model_type, arguments = ARCHITECTURES[name]
+    """The transformers config object of an entry."""
+    model_type, arguments = entry(name)
     with _quiet():
         return AutoConfig.for_model(model_type, **arguments)
 
@@ -307,11 +314,11 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model in eval mode, float32, with transformers' eager attention; the same weights every time.
 
     Args:
-        name: a key of :data:`ARCHITECTURES`.
+        name: a key of :data:`ARCHITECTURES`, or of tiny_more.py.
         seed: of the weights.
         changes: config attributes to override, for instance ``sliding_window=7``.
     """
-    model_type, arguments = ARCHITECTURES[name]
+    model_type, arguments = entry(name)
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**arguments, **changes})

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests import budgets, tiny  # noqa: E402
 from tests.export import architectures  # noqa: E402
+from tests.tiny_more import MORE  # noqa: E402
 
 HEADER = """# Architectures
 
@@ -54,7 +55,7 @@ def tiers_text(tiers: Sequence[int | None]) -> str:
 def row_text(result: Mapping[str, Any]) -> str:
     """One line of the table."""
     name, parity, facts = result["name"], result["parity"], result["facts"]
-    model_type = tiny.ARCHITECTURES[name][0]
+    model_type = tiny.entry(name)[0]
     if result["status"] != "ok":
         reason = result["message"] or f"error {max(parity.values()):.1e}"
         return f"| {name} | {model_type} | **{result['status']}** | | | | {result['self_error']:.0e} | | | {reason} |"
@@ -79,13 +80,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="ort")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--from", dest="source", type=Path, help="results of tests.export.architectures --json")
+    parser.add_argument("--from", dest="sources", type=Path, nargs="+", help="results of tests.export.architectures --json")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "architectures.md")
     options = parser.parse_args()
-    if options.source:
-        results = json.loads(options.source.read_text(encoding="utf-8"))
+    if options.sources:
+        results = [result for source in options.sources for result in json.loads(source.read_text(encoding="utf-8"))]
     else:
-        results = [asdict(r) for r in architectures.sweep(list(tiny.ARCHITECTURES), options.target, options.jobs)]
+        results = [asdict(r) for r in architectures.sweep([*tiny.ARCHITECTURES, *MORE], options.target, options.jobs)]
     options.output.write_text(page(results, options.target), encoding="utf-8")
     print(f"{options.output}: {sum(r['status'] == 'ok' for r in results)} of {len(results)} ok")
     return 0

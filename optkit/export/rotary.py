@@ -128,7 +128,7 @@ class ExportRotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         capture = Capture.current
-        if capture is None:
+        if capture is None or position_ids.dim() != 2:  # several kinds of positions per token: the module's own code
             return self._inner[0](x, position_ids, *args, **kwargs)
         by_length = self.frequencies(args, kwargs)
         if by_length is not None:

@@ -11,6 +11,7 @@ import torch
 from tests import budgets, tiny
 from tests.export import architectures
 from tests.export.architectures import Array, Parity, compare, make_rows, reference_logits, rows_for
+from tests.tiny_more import MORE
 
 
 class TorchSession:
@@ -147,6 +148,16 @@ def test_every_tiny_model_is_usable(name: str) -> None:
 @pytest.mark.parametrize("name", list(tiny.ARCHITECTURES))
 def test_an_exported_model_answers_like_transformers(name: str) -> None:
     """The sweep: shapes other than the sample's, ragged prompts, rows alone, decoding past the window and the rope switch."""
+    check_sweep(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MORE))
+def test_an_exported_model_of_an_architecture_nobody_prepared_for_answers_like_transformers(name: str) -> None:
+    check_sweep(name)
+
+
+def check_sweep(name: str) -> None:
     result = architectures.sweep_one(name)
     assert result.status == "ok", architectures.line_of(result)
     assert result.parity.worst <= budgets.EXPORT_RELATIVE_ERROR

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
@@ -67,6 +68,7 @@ def test_the_convolution_op_is_the_formula(silu: bool) -> None:
         (modeling_mamba, {"causal_conv1d_fn", "mamba_selective_scan"}),
         (modeling_mamba2, {"causal_conv1d_fn", "mamba2_chunk_scan"}),
         (modeling_lfm2, {"causal_conv1d_fn"}),
+        (modeling_kimi_linear, {"causal_conv1d_fn", "chunk_kimi_delta_attention"}),
         (modeling_qwen3_next, {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"}),
     ],
 )
