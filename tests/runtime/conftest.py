@@ -32,11 +32,11 @@ def artifact(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
     made: dict[Any, Path] = {}
 
-    def make(name: str, chunks: bool = False, **changes: Any) -> Path:
-        key = (name, chunks, *sorted(changes.items()))
+    def make(name: str, chunks: bool = False, dtype: str = "fp32", target: str = "ort", **changes: Any) -> Path:
+        key = (name, chunks, dtype, target, *sorted(changes.items()))
         if key not in made:
             out = tmp_path_factory.mktemp("artifact") / name
-            made[key] = export(checkpoint(name, **changes), out_dir=out, target="ort", chunks=chunks)
+            made[key] = export(checkpoint(name, **changes), out_dir=out, target=target, dtype=dtype, chunks=chunks)
         return made[key]
 
     return make

@@ -108,3 +108,37 @@ def test_many_calls_do_not_grow_the_process(session: OrtSession) -> None:
     gc.collect()
     # a leak of one tiny cache (64 KiB) per call would be 13 MB
     assert psutil.Process().memory_info().rss - before < 4_000_000
+
+
+# half precision: 11 bits of mantissa through two layers; 3e-3 of the range measured
+HALF = 1e-2
+
+
+def test_half_precision_caches_run_and_take_half_the_memory(
+    artifact: Callable[..., Path], checkpoint: Callable[..., Path]
+) -> None:
+    ids, lengths = prompt(2, 12), [12, 5]
+    with (
+        open_session(checkpoint("llama"), threads=1) as exact,
+        open_session(artifact("llama", dtype="fp16"), threads=1) as half,
+    ):
+        assert half.cache_bytes(1, 32) == exact.cache_bytes(1, 32) / 2
+        steps = [(exact.prefill(ids, lengths), half.prefill(ids, lengths))]
+        steps += [(exact.decode([token, 9]), half.decode([token, 9])) for token in range(5, 10)]
+    for want, found in steps:
+        assert found.dtype == np.float32
+        assert 0 < np.abs(found - want).max() < HALF * np.ptp(want)
+
+
+def test_the_portable_target_runs_in_place_too(artifact: Callable[..., Path], checkpoint: Callable[..., Path]) -> None:
+    ids = prompt(1, 9)
+    with (
+        open_session(checkpoint("llama"), threads=1) as exact,
+        open_session(artifact("llama", target="onnx"), threads=1) as session,
+    ):
+        want = exact.prefill(ids)
+        assert np.abs(session.prefill(ids, capacity=40) - want).max() < 1e-5 * np.ptp(want)
+        assert all(past == present for past, present in session.cache.addresses())  # type: ignore[attr-defined]
+        want = exact.decode([7])
+        assert np.abs(session.decode([7]) - want).max() < 1e-5 * np.ptp(want)
+        assert session.generate(ids, max_new_tokens=20).tokens == exact.generate(ids, max_new_tokens=20).tokens
