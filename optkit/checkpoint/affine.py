@@ -16,7 +16,8 @@ scale moves a weight by at most 0.2 %, which codes chosen for it make up for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,7 +107,16 @@ def dequantize(quantized: QuantizedWeight, dtype: torch.dtype = torch.float32) -
     codes = grouped(quantized.codes.float(), scheme)
     zero_point = quantized.zero_point
     offset = float(scheme.zero_point) if zero_point is None else zero_point.float().unsqueeze(-1)
-    return ((codes - offset) * quantized.scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    return codes.sub_(offset).mul_(quantized.scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def row_parts(quantized: QuantizedWeight, rows: int) -> Iterator[QuantizedWeight]:
+    """A quantized matrix in parts of at most ``rows`` rows, which share its memory; for work that needs little memory of its
+    own."""
+    for start in range(0, quantized.codes.shape[0], rows):
+        part = slice(start, start + rows)
+        zero_point = None if quantized.zero_point is None else quantized.zero_point[part]
+        yield replace(quantized, codes=quantized.codes[part], scale=quantized.scale[part], zero_point=zero_point)
 
 
 def fake_quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> Tensor:

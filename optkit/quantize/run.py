@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from optkit import manifest
-from optkit.checkpoint.affine import QuantizedWeight, dequantize
+from optkit.checkpoint.affine import QuantizedWeight, dequantize, row_parts
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.checkpoint.store import quantization_config
 from optkit.errors import RecipeError, UnsupportedError, UsageError
@@ -134,13 +134,10 @@ def write_modules(plan: Plan, solver: Rtn, writer: Writer, report: Progress) -> 
 
 def weight_error(weight: torch.Tensor, quantized: QuantizedWeight) -> dict[str, float]:
     """Relative squared error ``|W - Q|² / |W|²`` and, unless there is none, the same as a signal-to-noise ratio in dB."""
-    noise, signal = 0.0, float(weight.square().sum(dtype=torch.float64))
+    noise, signal = 0.0, float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
     rows = max(1, CHUNK // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        zero_point = None if quantized.zero_point is None else quantized.zero_point[part]
-        piece = QuantizedWeight(quantized.codes[part], quantized.scale[part], zero_point, quantized.scheme)
-        noise += float((dequantize(piece) - weight[part]).square_().sum(dtype=torch.float64))
+    for part, quantized_part in zip(weight.split(rows), row_parts(quantized, rows), strict=True):
+        noise += float(dequantize(quantized_part).sub_(part).square_().sum(dtype=torch.float64))
     if not noise or not signal:
         return {"relative_error": 0.0 if not noise else math.inf}
     return {"relative_error": noise / signal, "sqnr_db": -10 * math.log10(noise / signal)}

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from optkit.checkpoint.affine import QuantizedWeight, dequantize
+from optkit.checkpoint.affine import QuantizedWeight, dequantize, row_parts
 from optkit.checkpoint.model import Checkpoint, is_transposed
-from optkit.checkpoint.store import CODES_NAME, ShardWriter, pack_for_store, storable
+from optkit.checkpoint.store import CODES_NAME, ShardWriter, pack_for_store
 from optkit.quantize.plan import Plan
+from optkit.quantize.rtn import CHUNK
 
 
 class Writer:
@@ -56,9 +57,9 @@ class Writer:
             self._codes = ShardWriter(self._folder)
         for leaf, tensor in tensors.items():
             self._codes.add(f"{module}.{leaf}", tensor)
-        dense = dequantize(quantized)
+        dense = exact_values(quantized)
         transposed = is_transposed(self._model.get_submodule(module))
-        self._main.add(self._stored_name(weight), storable(dense.T if transposed else dense, torch.float16))
+        self._main.add(self._stored_name(weight), dense.T if transposed else dense)
 
     def _stored_name(self, parameter: str) -> str:
         """The name ``parameter`` is stored under: as in the source, or its own if the source has it converted or tied."""
@@ -100,3 +101,13 @@ class Writer:
             if self._source.sources.stored_key(parameter)
             else self._source.tensor_for(parameter, store.dtype(keys[0]))()
         )
+
+
+def exact_values(quantized: QuantizedWeight) -> Tensor:
+    """The dequantized matrix in float16 if that holds every value exactly, else in float32."""
+    rows = max(1, CHUNK // quantized.codes.shape[1])
+    parts = [torch.equal(w.half().float(), w) for w in map(dequantize, row_parts(quantized, rows))]
+    out = torch.empty(quantized.codes.shape, dtype=torch.float16 if all(parts) else torch.float32)
+    for target, part in zip(out.split(rows), row_parts(quantized, rows), strict=True):
+        target.copy_(dequantize(part))
+    return out
