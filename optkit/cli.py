@@ -152,7 +152,13 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
 @json_option
 @common
 def export(
-    model: str, output: Path | None, recipe: Path | None, as_json: bool, build_only: bool, capabilities: str | None, **options: Any
+    model: str,
+    output: Path | None,
+    recipe: Path | None,
+    as_json: bool,
+    build_only: bool,
+    capabilities: str | None,
+    **options: Any,
 ) -> None:
     """Write MODEL (a quantized checkpoint, HF directory, hub id or GGUF file) as an artifact that a session can open."""
     loaded = _recipe(recipe)

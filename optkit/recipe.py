@@ -112,7 +112,8 @@ class ExportRecipe:
     accuracy_level: of ORT's MatMulNBits: 1 computes in fp32, 4 rounds activations to int8 per block (faster).
     chunks: also write the graph variant with per-row query lengths (target ``ort``).
     build: (target ``tensorrt``) also build the engine, with ``flavour`` ``tensorrt_rtx`` (no GPU needed) or ``tensorrt``.
-    compute_capabilities: (``tensorrt_rtx``) what to compile for, such as 8.6, 8.9, 12.0; empty takes the library's portable set.
+    compute_capabilities: (``tensorrt_rtx``) what to compile for, such as 8.6, 8.9, 12.0; empty takes the library's portable
+        set.
     max_batch, max_prefill: (target ``tensorrt``) rows, and new tokens in one run, that the engine takes.
     """
 

@@ -14,7 +14,9 @@ OPTIMUM = Path(sys.executable).with_name("optimum-cli")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(OPTIMUM), "export", "optkit", *arguments], capture_output=True, text=True, check=False, env=os.environ)
+    return subprocess.run(
+        [str(OPTIMUM), "export", "optkit", *arguments], capture_output=True, text=True, check=False, env=os.environ
+    )
 
 
 def test_exports_and_quantizes_through_optimum(tiny_checkpoint, tmp_path):

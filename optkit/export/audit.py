@@ -6,7 +6,8 @@
 * floating-point tensors of another type than asked for ("islands");
 * bytes of the graph's tensors against the checkpoint's.
 
-Numbers are judged by verify.py and ``optkit validate``; the audit says where to look. It raises only where the graph contradicts the
+Numbers are judged by verify.py and ``optkit validate``; the audit says where to look. It raises only where the graph
+contradicts the
 config: wrong KV heads or head size, or a cap, sink or expert that vanished.
 """
 
@@ -34,7 +35,7 @@ def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Wei
         VerificationError: a feature of the config has no trace in the graph, or the caches have other sizes.
     """
     ignored = sorted(set(weights.names()) - weights.consumed)
-    found = {
+    found: dict[str, Any] = {
         "tensors": {
             "in_graph": len(weights.consumed),
             "not_read_by_forward": ignored,
@@ -123,8 +124,11 @@ def _window(config: Any) -> Any:
 def islands(model: ir.Model, dtype: str) -> dict[str, Any]:
     """Floating-point tensors of weight size whose type is not the graph's."""
     wanted = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}[dtype]
-    others = [name for name, v in model.graph.initializers.items()
-              if v.const_value is not None and v.dtype in _FLOATS and v.dtype != wanted and v.const_value.nbytes > _ISLAND_BYTES]  # fmt: skip
+    others = [
+        name
+        for name, v in model.graph.initializers.items()
+        if v.const_value is not None and v.dtype in _FLOATS and v.dtype != wanted and v.const_value.nbytes > _ISLAND_BYTES
+    ]
     casts = Counter(str(ir.DataType(n.attributes["to"].as_int())) for n in model.graph.all_nodes() if n.op_type == "Cast")
     return {"tensors": others, "casts": dict(casts)}
 

@@ -1,4 +1,5 @@
-"""One graph from a checkpoint: reference, prepare, trace, lower, write, verify, audit; and what each target may be asked for."""
+"""One graph from a checkpoint: reference, prepare, trace, lower, write, verify, audit; and what each target may be asked
+for."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def check_settings(settings: ExportRecipe, checkpoint: Checkpoint) -> Target:
         )
     if settings.dtype not in target.dtypes:
         raise UnsupportedError(
-            f"dtype {settings.dtype}: target {settings.target} takes {' or '.join(target.dtypes)} (ONNX Runtime's CPU kernels do not "
-            "compute in bf16, so such an export could not be verified)"
+            f"dtype {settings.dtype}: target {settings.target} takes {' or '.join(target.dtypes)} (ONNX Runtime's CPU "
+            "kernels do not compute in bf16, so such an export could not be verified)"
         )
     if settings.chunks and settings.target != "ort":
         raise UnsupportedError(f"chunks: only target ort has per-row query lengths, not {settings.target}")

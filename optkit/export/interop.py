@@ -1,7 +1,8 @@
 """``genai_config.json``: lets onnxruntime-genai run the artifact's directory as it is.
 
-onnxruntime-genai feeds ``input_ids``, ``attention_mask`` and the caches by name and shares one buffer between past and present, which is
-exactly the ``slots`` contract. It sizes the logits itself, by the graph's declared shape: ``[B, S, V]`` unless the middle one is 1. So
+onnxruntime-genai feeds ``input_ids``, ``attention_mask`` and the caches by name and shares one buffer between past and
+present, which is exactly the ``slots`` contract. It sizes the logits itself, by the graph's declared shape: ``[B, S, V]``
+unless the middle one is 1. So
 ``model_genai.onnx`` is the same graph over the same weights file with ``logits_positions`` fixed to the last one and that shape
 declared. Its generic model type is ``decoder``.
 """

@@ -3,13 +3,17 @@
 Because every op computes, the captured program can be run in torch and compared with the model before it is lowered, and
 the written file can be compared with the captured program. Each target's table (``lower/``) says what an op becomes.
 
-Shapes: ``B`` batch, ``S`` new tokens, ``T`` visible slots, ``P`` cache capacity, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
+Shapes: ``B`` batch, ``S`` new tokens, ``T`` visible slots, ``P`` cache capacity, ``H`` query heads, ``K`` key/value heads,
+    ``D`` head size,
 ``R`` rotated dimensions. Sequences are right padded and a token's position is its slot, so everything about where tokens are is
 two vectors: ``past_lens [B]`` and ``query_lens [B]`` (int64).
 
-``rope``         RoFormer (arXiv:2104.09864) over the first R of D dimensions, tables ``[positions, R/2]``; arithmetic as ONNX ``RotaryEmbedding``.
-``attention``    softmax(scale·q·kᵀ, capped, masked)·v over an in-place cache; optional rotary; sinks add ``exp(sink)`` to the denominator.
-``moe``          ``Σ_j weight_j · W2[e_j] · act(W1[e_j] x)`` with ``act`` the gated unit ``gate·σ(alpha·gate)·(up + beta)``, clamped to ``limit``.
+``rope``         RoFormer (arXiv:2104.09864) over the first R of D dimensions, tables ``[positions, R/2]``; arithmetic as ONNX
+                 ``RotaryEmbedding``.
+``attention``    softmax(scale·q·kᵀ, capped, masked)·v over an in-place cache; optional rotary; sinks add ``exp(sink)`` to the
+                 denominator.
+``moe``          ``Σ_j weight_j · W2[e_j] · act(W1[e_j] x)`` with ``act`` the gated unit ``gate·σ(alpha·gate)·(up + beta)``,
+                 clamped to ``limit``.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ def scatter_rows(past: Tensor, new: Tensor, past_lens: Tensor, query_lens: Tenso
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """``q [B,H,S,D]``, ``k [B,K,T,D]``, ``v [B,K,T,Dv]``, ``mask`` bool or additive ``[B|1, H|1, S, T]`` -> ``[B, S, H*Dv]``."""
+    """``q [B,H,S,D]``, ``k [B,K,T,D]``, ``v [B,K,T,Dv]``, ``mask`` bool or additive ``[B|1, H|1, S, T]`` -> ``[B, S,
+    H*Dv]``."""
     heads, repeat = q.shape[1], q.shape[1] // k.shape[1]
     scores = q.float() @ k.repeat_interleave(repeat, 1).float().transpose(2, 3) * scale
     if softcap > 0:
@@ -116,9 +121,7 @@ def quant_linear(
 
 
 @quant_linear.register_fake
-def _(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, num_bits: int
-) -> Tensor:
+def _(x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, num_bits: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
@@ -172,9 +175,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, *rest: ob
 
 
 @custom_op("optkit::sdpa", mutates_args=())
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
-) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float) -> Tensor:
     return attend(q, k, v, mask, sinks, scale, softcap)
 
 
@@ -184,10 +185,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
 
 
 @custom_op("optkit::cache_write", mutates_args=())
-def cache_write(
-    past: Tensor, new: Tensor, past_lens: Tensor, query_lens: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``past [B,K,P,D]``, ``new [B,K,S,D]`` -> ``present [B,K,P,D]`` and its first T slots. Slots past a row's valid ones are undefined."""
+def cache_write(past: Tensor, new: Tensor, past_lens: Tensor, query_lens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """``past [B,K,P,D]``, ``new [B,K,S,D]`` -> ``present [B,K,P,D]`` and its first T slots. Slots past a row's valid
+    ones are undefined."""
     present = scatter_rows(past, new, past_lens, query_lens)
     return present, present[:, :, : slots.shape[1]].clone()
 

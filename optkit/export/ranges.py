@@ -1,8 +1,9 @@
 """Will float16 hold the activations? Measured on text, in float32, before anything is written.
 
-float16 ends at 65504. Some models reach that in the residual stream after a few layers (a handful of tokens carry norms hundreds of
-times the median); the export then builds, and the model answers NaN or one token for ever (onnxruntime-genai#2444). The probe
-records the largest magnitude that each module puts out and refuses float16 above half its range, naming the module.
+float16 ends at 65504. Some models reach that in the residual stream after a few layers (a handful of tokens carry norms
+hundreds of times the median); the export then builds, and the model answers NaN or one token for ever
+(onnxruntime-genai#2444). The probe records the largest magnitude that each module puts out and refuses float16 above half its
+range, naming the module.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ FLOAT16_MAX = 65504.0
 MARGIN = 0.5  # other text reaches further than the probe's
 TOKENS = 96
 TEXT = (
-    "The committee met on Tuesday, 14 March 2023, to discuss three questions: the cost of the new bridge (about $4.7 million), the "
-    "schedule, and who would pay.\n\nFirst, costs. Steel prices rose by 12% within a year; labour became scarce.\n\ndef total(items):\n"
-    "    return sum(i.price * i.count for i in items)\n\nQ: What is 17 * 23? A: 391. Zum Schluss: die Bruecke wird im Herbst fertig."
+    "The committee met on Tuesday, 14 March 2023, to discuss three questions: the cost of the new bridge (about $4.7 million), "
+    "the schedule, and who would pay.\n\nFirst, costs. Steel prices rose by 12% within a year; labour became scarce.\n\n"
+    "def total(items):\n    return sum(i.price * i.count for i in items)\n\nQ: What is 17 * 23? A: 391. "
+    "Zum Schluss: die Bruecke wird im Herbst fertig."
 )
 
 
@@ -75,7 +77,7 @@ def check_float16(checkpoint: Checkpoint, skeleton: nn.Module, weights: Weights)
     peak = peaks[where]
     if not peak <= FLOAT16_MAX * MARGIN:
         raise UnsupportedError(
-            f"dtype fp16: activations reach {peak:.3g} in {where} on {len(ids)} tokens of plain text, and float16 ends at 65504, so the "
-            "model would answer NaN; export with dtype fp32 (or bf16 for target tensorrt)"
+            f"dtype fp16: activations reach {peak:.3g} in {where} on {len(ids)} tokens of plain text, and float16 ends "
+            "at 65504, so the model would answer NaN; export with dtype fp32 (or bf16 for target tensorrt)"
         )
     return {"peak": peak, "module": where, "tokens": len(ids), "limit": FLOAT16_MAX * MARGIN}

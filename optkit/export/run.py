@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
 from optkit.export.artifact_engine import BuildPlan, build_artifact, write_build_file
@@ -34,7 +33,8 @@ def export(
 
     Args:
         checkpoint: floating point, or quantized by ``optkit.quantize`` (or in another compressed-tensors directory).
-        recipe: the ``export`` section; ``options`` override its keys (``target="ort"``, ``dtype="fp32"``, ``max_seq_len=2048``).
+        recipe: the ``export`` section; ``options`` override its keys (``target="ort"``, ``dtype="fp32"``,
+            ``max_seq_len=2048``).
         out_dir: replaced if it is an optkit directory; never half-written.
         progress: called with ``(step, done, total)``, see STEPS.
 

@@ -1,6 +1,7 @@
 """The written file, opened in ONNX Runtime, must answer like the untouched model before its directory gets a manifest.
 
-Other sizes than the traced sample: a ragged, right-padded first prompt of two rows with all positions wanted, decode steps of both
+Other sizes than the traced sample: a ragged, right-padded first prompt of two rows with all positions wanted, decode steps of
+    both
 rows, one row alone (which must not notice that its neighbour is gone), a continued prompt, and the default wanted position. The
 reference is the untouched model without cache or padding, so cache, mask, positions and weights are all covered.
 
@@ -129,7 +130,8 @@ def verify_onnx(path: Path, spec: GraphSpec, reference: Reference, dtype: torch.
     worst = max(errors, key=lambda kind: errors[kind])
     if not errors[worst] <= limit:
         raise VerificationError(
-            f"the exported graph's logits differ from the model's by {errors[worst]:.1e} of their range in {worst} (limit {limit:.0e}); "
+            f"the exported graph's logits differ from the model's by {errors[worst]:.1e} of their range in {worst} "
+            f"(limit {limit:.0e}); "
             f"all: {', '.join(f'{k} {v:.1e}' for k, v in errors.items())}; nothing was written"
         )
     return {

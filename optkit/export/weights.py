@@ -1,10 +1,10 @@
 """Weights that are not in memory: tensors with a shape and a reader.
 
-Tracing needs shapes only, so the exporter works on a skeleton whose weights are *hollow*: ordinary CPU tensors of the right shape,
-dtype and strides whose memory is reserved and never touched (the operating system gives no page before the first access).
-A hollow tensor's address identifies it wherever torch carries it, so each initializer of the translated graph finds the reader
-that fills it when the file is written. For the eager probes the weights of one decoder layer at a time are read, used and
-dropped by forward hooks. Peak memory is then the largest layer, or the largest tensor while writing.
+Tracing needs shapes only, so the exporter works on a skeleton whose weights are *hollow*: ordinary CPU tensors of the right
+shape, dtype and strides whose memory is reserved and never touched (the operating system gives no page before the first
+access). A hollow tensor's address identifies it wherever torch carries it, so each initializer of the translated graph finds
+the reader that fills it when the file is written. For the eager probes the weights of one decoder layer at a time are read,
+used and dropped by forward hooks. Peak memory is then the largest layer, or the largest tensor while writing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Weights:
 
     @contextlib.contextmanager
     def streamed(self, model: nn.Module) -> Iterator[None]:
-        """In the block the model computes: each decoder layer, and each module outside of them, holds its weights while it runs."""
+        """In the block the model computes: each decoder layer, and each module outside of them, holds its weights while
+        it runs."""
         handles: list[Any] = []
         for module, tensors in units(model):
             found = list({id(h): h for t in tensors if (h := self.find(t)) is not None}.values())
@@ -111,7 +112,8 @@ def own_tensors(module: nn.Module, recurse: bool) -> list[Tensor]:
 
 
 def units(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Modules that run at a time, with their tensors: the members of the outermost module lists whole, all others one by one."""
+    """Modules that run at a time, with their tensors: the members of the outermost module lists whole, all others one by
+    one."""
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         if own := own_tensors(module, recurse=False):

@@ -134,8 +134,14 @@ def test_a_graph_with_a_dropped_feature_is_refused(artifact_of, checkpoint_of, t
     changed = 0
     for node in model.graph.node:
         for found in node.attribute:
-            if node.op_type == "GroupQueryAttention" and found.name == attribute and onnx.helper.get_attribute_value(found) not in (-1, 0):
-                found.CopyFrom(onnx.helper.make_attribute(attribute, {"local_window_size": -1, "do_rotary": 0}.get(attribute, 0.01)))
+            if (
+                node.op_type == "GroupQueryAttention"
+                and found.name == attribute
+                and onnx.helper.get_attribute_value(found) not in (-1, 0)
+            ):
+                found.CopyFrom(
+                    onnx.helper.make_attribute(attribute, {"local_window_size": -1, "do_rotary": 0}.get(attribute, 0.01))
+                )
                 changed += 1
     assert changed
     onnx.save(model, broken / "model.onnx")
@@ -169,7 +175,8 @@ def test_soft_caps_are_in_the_logits_not_only_in_the_order(artifact_of):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_experts_that_no_probe_reached_are_there_and_right(artifact_of, batch):
-    """Mixtral's expert loop broke exports (optimum#1671), and tracing dropped experts the sample did not hit (YOLO-Master#74)."""
+    """Mixtral's expert loop broke exports (optimum#1671), and tracing dropped experts the sample did not hit
+    (YOLO-Master#74)."""
     artifact, model = artifact_of("mixtral"), tiny.build("mixtral")
     assert kinds(artifact)["MoE"] == 2
     rows = [random_row(24, 20 + seed) for seed in range(batch)]

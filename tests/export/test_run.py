@@ -139,7 +139,7 @@ def test_missing_and_damaged_checkpoints_are_named(checkpoint_of, tmp_path):
     shutil.copytree(checkpoint_of("llama"), broken)
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         optkit.export(broken, None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

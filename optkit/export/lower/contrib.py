@@ -15,7 +15,22 @@ import onnx
 import onnx_ir as ir
 import onnxscript
 
-_TYPES = [f"tensor({t})" for t in "float float16 bfloat16 double int64 int32 uint8 int8 bool uint4 int4".split()]
+_TYPES = [
+    f"tensor({t})"
+    for t in [
+        "float",
+        "float16",
+        "bfloat16",
+        "double",
+        "int64",
+        "int32",
+        "uint8",
+        "int8",
+        "bool",
+        "uint4",
+        "int4",
+    ]
+]
 _KINDS = {"i": onnx.defs.OpSchema.AttrType.INT, "f": onnx.defs.OpSchema.AttrType.FLOAT, "s": onnx.defs.OpSchema.AttrType.STRING}
 
 
@@ -36,12 +51,29 @@ def contrib(name: str, inputs: int, outputs: int, attributes: dict[str, str]) ->
 
 
 GroupQueryAttention = contrib(
-    "GroupQueryAttention", 17, 3,
-    {"num_heads": "i", "kv_num_heads": "i", "scale": "f", "softcap": "f", "local_window_size": "i", "do_rotary": "i", "rotary_interleaved": "i"},
-)  # fmt: skip
+    "GroupQueryAttention",
+    17,
+    3,
+    {
+        "num_heads": "i",
+        "kv_num_heads": "i",
+        "scale": "f",
+        "softcap": "f",
+        "local_window_size": "i",
+        "do_rotary": "i",
+        "rotary_interleaved": "i",
+    },
+)
 RotaryEmbedding = contrib("RotaryEmbedding", 4, 1, {"interleaved": "i", "rotary_embedding_dim": "i", "num_heads": "i"})
-_MOE = {"k": "i", "activation_type": "s", "swiglu_fusion": "i", "activation_alpha": "f", "activation_beta": "f", "swiglu_limit": "f",
-        "normalize_routing_weights": "i"}  # fmt: skip
+_MOE = {
+    "k": "i",
+    "activation_type": "s",
+    "swiglu_fusion": "i",
+    "activation_alpha": "f",
+    "activation_beta": "f",
+    "swiglu_limit": "f",
+    "normalize_routing_weights": "i",
+}
 MoE = contrib("MoE", 6, 1, _MOE)
 QMoE = contrib("QMoE", 15, 1, {**_MOE, "expert_weight_bits": "i", "block_size": "i", "accuracy_level": "i"})
 MatMulNBits = contrib("MatMulNBits", 6, 1, {"K": "i", "N": "i", "bits": "i", "block_size": "i", "accuracy_level": "i"})
@@ -88,7 +120,7 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
         n for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if n not in graph.initializers
     )
     value = ir.Value(name=unique, const_value=tensor)
-    value.shape, value.dtype = ir.Shape(list(tensor.shape)), tensor.dtype
+    value.shape, value.dtype = ir.Shape(list(tensor.shape)), tensor.dtype  # type: ignore[arg-type]
     graph.register_initializer(value)
     return value
 

@@ -42,7 +42,7 @@ def attach_weights(model: ir.Model, weights: Weights) -> dict[str, str]:
         if hollow is not None:
             read = hollow.read
             value.const_value = ir.LazyTensor(
-                lambda r=read, n=name: tensor_adapters.TorchTensor(r().contiguous(), name=n),
+                lambda r=read, n=name: tensor_adapters.TorchTensor(r().contiguous(), name=n),  # type: ignore[misc]
                 dtype=tensor_adapters.from_torch_dtype(raw.dtype),
                 shape=ir.Shape(list(raw.shape)),
                 name=name,

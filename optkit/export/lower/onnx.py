@@ -1,11 +1,12 @@
 """Target ``onnx``: operators of the ONNX standard only (opset 24), for any runtime.
 
 ====================  ====================================================================================================
-attention             ``TensorScatter`` of the new keys and values into the buffers, ``Attention`` with a bool mask over the visible slots
+attention             ``TensorScatter`` of the new keys and values into the buffers, ``Attention`` with a bool mask over the
+                      visible slots
 sdpa, cache_write     ``Attention``, ``TensorScatter``
 linear                ``MatMul`` by the transposed weight; a head tied to the embedding: ``Transpose`` of the one tensor
-quant_linear          blocked ``DequantizeLinear`` of ``[I, O]`` int4/int8 (uint4/uint8 with zero points) + ``MatMul``; ONNX Runtime
-                      recognises the pair and runs its MatMulNBits kernel
+quant_linear          blocked ``DequantizeLinear`` of ``[I, O]`` int4/int8 (uint4/uint8 with zero points) + ``MatMul``; ONNX
+                      Runtime recognises the pair and runs its MatMulNBits kernel
 quant_embedding       ``Gather`` of packed bytes, taken apart with ``BitwiseAnd`` and ``BitShift``, times the gathered scales
 rms_norm, rope        ``RMSNormalization``, ``RotaryEmbedding`` (opset 23)
 moe                   none: the model's own batched formulation is traced
@@ -84,8 +85,8 @@ class OnnxTable(OrtTable):
 class TensorRTTable(OnnxTable):
     """Target ``tensorrt``: the part of opset 24 that TensorRT's parser takes; see docs/tensorrt.md.
 
-    Caches have a static length, so a write needs no slice; attention with a soft cap, sinks or in float32 is spelled out; weights are
-    symmetric and signed.
+    Caches have a static length, so a write needs no slice; attention with a soft cap, sinks or in float32 is spelled out;
+    weights are symmetric and signed.
     """
 
     def cache_write(self, past: Any, new: Any, past_lens: Any, query_lens: Any, slots: Any) -> Any:

@@ -1,10 +1,12 @@
 """Target ``ort``: the fused operators of ONNX Runtime (com.microsoft), CPU and CUDA.
 
 ====================  ====================================================================================================
-attention             GroupQueryAttention: causal and windowed masks are attributes, anything else an additive bias; rotary inside
+attention             GroupQueryAttention: causal and windowed masks are attributes, anything else an additive bias; rotary
+    inside
 sdpa                  ONNX ``Attention`` (opset 23)
 cache_write           ``TensorScatter`` (opset 24) at the rows' past lengths
-linear                ``MatMul`` by the transposed weight; a head tied to the embedding ``FusedMatMul(transB)`` on the one tensor
+linear                ``MatMul`` by the transposed weight; a head tied to the embedding ``FusedMatMul(transB)`` on the one
+                      tensor
 quant_linear          ``MatMulNBits``
 quant_embedding       ``GatherBlockQuantized`` on the very tensors of the tied head
 rms_norm              ``SimplifiedLayerNormalization``, with the residual add ``SkipSimplifiedLayerNormalization`` (passes.py)
@@ -44,9 +46,19 @@ class OrtTable:
         self.op, self.version, self.layout, self.accuracy_level = opset(version), version, layout, accuracy_level
 
     def table(self) -> dict[Any, Callable[..., Any]]:
-        names = (
-            "slot_past rms_norm rope linear quant_linear quant_embedding attention sdpa cache_write take_positions moe".split()
-        )
+        names = [
+            "slot_past",
+            "rms_norm",
+            "rope",
+            "linear",
+            "quant_linear",
+            "quant_embedding",
+            "attention",
+            "sdpa",
+            "cache_write",
+            "take_positions",
+            "moe",
+        ]
         ours = {getattr(torch.ops.optkit, name).default: contrib.translation(getattr(self, name)) for name in names}
         return {**ours, **recurrent_ort.StateTable(self.version).table()}
 
@@ -80,7 +92,8 @@ class OrtTable:
         return typed(out, x, x.shape)
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """Written as com.microsoft ``FusedMatMul(transB)`` first; passes.transpose_linears makes it a ``MatMul`` where nobody shares W."""
+        """Written as com.microsoft ``FusedMatMul(transB)`` first; passes.transpose_linears makes it a ``MatMul`` where
+        nobody shares W."""
         out = contrib.FusedMatMul(x, weight, transB=1, transA=0, alpha=1.0)
         typed(out, x, [*x.shape[:-1], weight.shape[0]])
         return out if bias is None else self.op.Add(out, bias)
@@ -89,9 +102,18 @@ class OrtTable:
         rows, groups, width = packed.shape
         group = width * 8 // num_bits
         out = contrib.MatMulNBits(
-            x, packed, scale, zero_point, None, bias,
-            K=groups * group, N=rows, bits=num_bits, block_size=group, accuracy_level=self.accuracy_level,
-        )  # fmt: skip
+            x,
+            packed,
+            scale,
+            zero_point,
+            None,
+            bias,
+            K=groups * group,
+            N=rows,
+            bits=num_bits,
+            block_size=group,
+            accuracy_level=self.accuracy_level,
+        )
         return typed(out, x, [*x.shape[:-1], rows])
 
     def quant_embedding(self, ids: Any, packed: Any, scale: Any, zero_point: Any, num_bits: int) -> Any:
@@ -119,10 +141,26 @@ class OrtTable:
         return typed(self.op.Where(mask, zero, blocked), like, mask.shape)
 
     def attention(
-        self, q: Any, k: Any, v: Any, past_k: Any, past_v: Any, past_lens: Any, query_lens: Any, slots: Any, cos_table: Any,
-        sin_table: Any, position_ids: Any, mask: Any, sinks: Any, scale: float, softcap: float, window: int, interleaved: bool,
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        past_k: Any,
+        past_v: Any,
+        past_lens: Any,
+        query_lens: Any,
+        slots: Any,
+        cos_table: Any,
+        sin_table: Any,
+        position_ids: Any,
+        mask: Any,
+        sinks: Any,
+        scale: float,
+        softcap: float,
+        window: int,
+        interleaved: bool,
         implicit: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         op, heads, groups = self.op, q.shape[1], k.shape[1]
         if cos_table is not None and (cos_table.shape[1] % 8 or q.shape[3] % 16):  # a limit of the kernel's rotary
             q, k = (
@@ -138,11 +176,31 @@ class OrtTable:
         counts = op.Cast(query_lens, to=int(ir.DataType.INT32)) if self.layout == "chunks" else None
         bias = None if implicit else self.additive(mask, q)
         out, present_k, present_v = contrib.GroupQueryAttention(
-            self.flat(q), self.flat(k), self.flat(v), past_k, past_v, seqlens, total, cos_table, sin_table, None, bias, sinks,
-            None, None, None, None, counts,
-            num_heads=heads, kv_num_heads=groups, scale=scale, softcap=softcap, do_rotary=int(cos_table is not None),
-            rotary_interleaved=int(interleaved), local_window_size=window if implicit and window > 0 else -1,
-        )  # fmt: skip
+            self.flat(q),
+            self.flat(k),
+            self.flat(v),
+            past_k,
+            past_v,
+            seqlens,
+            total,
+            cos_table,
+            sin_table,
+            None,
+            bias,
+            sinks,
+            None,
+            None,
+            None,
+            None,
+            counts,
+            num_heads=heads,
+            kv_num_heads=groups,
+            scale=scale,
+            softcap=softcap,
+            do_rotary=int(cos_table is not None),
+            rotary_interleaved=int(interleaved),
+            local_window_size=window if implicit and window > 0 else -1,
+        )
         typed(out, v, [q.shape[0], q.shape[2], heads * v.shape[3]])
         return out, typed(present_k, past_k, past_k.shape), typed(present_v, past_v, past_v.shape)
 
@@ -164,7 +222,8 @@ class OrtTable:
         return typed(op.Reshape(tiled, self.ints(0, heads, -1, x.shape[3])), x, [x.shape[0], heads, x.shape[2], x.shape[3]])
 
     def spelled_out_attention(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float, softcap: float) -> Any:
-        """Attention in elementary operators. A sink is one more column of scores whose value is zero; ``Attention`` has no place for it."""
+        """Attention in elementary operators. A sink is one more column of scores whose value is zero; ``Attention`` has
+        no place for it."""
         op, heads = self.op, q.shape[1]
         scores = op.MatMul(q, op.Transpose(self.repeat_heads(k, heads), perm=[0, 1, 3, 2]))
         scores = op.Mul(scores, op.CastLike(op.Constant(value_float=scale), q))
@@ -188,10 +247,23 @@ class OrtTable:
         return present, typed(visible, past, [past.shape[0], past.shape[1], slots.shape[1], past.shape[3]])
 
     def moe(
-        self, x: Any, index: Any, weight: Any, fc1: Any, fc1_scale: Any, fc1_bias: Any, fc2: Any, fc2_scale: Any, fc2_bias: Any,
-        alpha: float, beta: float, limit: float, num_bits: int,
-    ) -> Any:  # fmt: skip
-        """ORT's MoE routes by itself from logits; the model's own routing is given to it as logits that reproduce it exactly."""
+        self,
+        x: Any,
+        index: Any,
+        weight: Any,
+        fc1: Any,
+        fc1_scale: Any,
+        fc1_bias: Any,
+        fc2: Any,
+        fc2_scale: Any,
+        fc2_bias: Any,
+        alpha: float,
+        beta: float,
+        limit: float,
+        num_bits: int,
+    ) -> Any:
+        """ORT's MoE routes by itself from logits; the model's own routing is given to it as logits that reproduce it
+        exactly."""
         op, experts = self.op, fc1.shape[0]
         shape = op.Concat(op.Shape(index, start=0, end=1), self.ints(experts), axis=0)
         weight = op.Cast(weight, to=int(x.dtype))
@@ -199,8 +271,13 @@ class OrtTable:
         def fill(value: float) -> Any:
             return op.Expand(op.CastLike(op.Constant(value_float=value), weight), shape)
 
-        common: dict[str, Any] = {"k": index.shape[1], "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": alpha,
-                                  "activation_beta": beta}  # fmt: skip
+        common: dict[str, Any] = {
+            "k": index.shape[1],
+            "activation_type": "swiglu",
+            "swiglu_fusion": 1,
+            "activation_alpha": alpha,
+            "activation_beta": beta,
+        }
         if limit > 0:
             common["swiglu_limit"] = limit
         if not num_bits:
@@ -215,7 +292,24 @@ class OrtTable:
         if num_bits == 4:
             common["accuracy_level"] = min(self.accuracy_level, 1)
         out = contrib.QMoE(
-            x, chosen, fc1, fc1_scale, fc1_bias, fc2, fc2_scale, fc2_bias, None, None, None, None, None, None, dense,
-            normalize_routing_weights=0, expert_weight_bits=num_bits, block_size=fc1.shape[3] * 8 // num_bits, **common,
-        )  # fmt: skip
+            x,
+            chosen,
+            fc1,
+            fc1_scale,
+            fc1_bias,
+            fc2,
+            fc2_scale,
+            fc2_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            dense,
+            normalize_routing_weights=0,
+            expert_weight_bits=num_bits,
+            block_size=fc1.shape[3] * 8 // num_bits,
+            **common,
+        )
         return typed(out, x, x.shape)

@@ -145,7 +145,7 @@ def fuse_skip_norms(graph: ir.Graph) -> int:
         normed, unused1, unused2, total = fused.outputs
         unused1.name = unused2.name = ""
         for new, old in ((normed, node.outputs[0]), (total, add.outputs[0])):
-            new.shape, new.dtype, new.name = old.shape, old.dtype, f"{old.name}_skip"
+            new.shape, new.dtype, new.name = old.shape, old.dtype, f"{old.name}_skip"  # type: ignore[assignment]
         graph.insert_after(add, fused)
         add.outputs[0].replace_all_uses_with(total)
         node.outputs[0].replace_all_uses_with(normed)
@@ -164,11 +164,11 @@ def transpose_linears(graph: ir.Graph, tied: set[str]) -> int:
         if weight is None or weight.const_value is None or len(list(weight.uses())) > 1 or weight.name in tied:
             continue
         data = weight.const_value
-        rows, inputs = (int(n) for n in data.shape)
-        turned = lazy(lambda d=data: np.ascontiguousarray(d.numpy().T), data.dtype, (inputs, rows), f"{weight.name}.T")
+        rows, inputs = (int(n) for n in data.shape)  # type: ignore[arg-type]
+        turned = lazy(lambda d=data: np.ascontiguousarray(d.numpy().T), data.dtype, (inputs, rows), f"{weight.name}.T")  # type: ignore[misc]
         new = ir.node("MatMul", [node.inputs[0], initializer(graph, f"{weight.name}.T", turned)])
         out, old = new.outputs[0], node.outputs[0]
-        out.shape, out.dtype, out.name = old.shape, old.dtype, f"{old.name}_mm"
+        out.shape, out.dtype, out.name = old.shape, old.dtype, f"{old.name}_mm"  # type: ignore[assignment]
         graph.insert_before(node, new)
         rename_output(graph, old, out)
         graph.remove(node, safe=True)
@@ -206,14 +206,15 @@ def rename_output(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 def concatenated(graph: ir.Graph, name: str, values: Sequence[ir.Value], axis: int) -> ir.Value:
     """The constants ``values`` one after the other along ``axis``, put together when the file is written."""
     parts = [v.const_value for v in values]
-    shape = [int(n) for n in parts[0].shape]  # type: ignore[union-attr]
-    shape[axis] = sum(int(p.shape[axis]) for p in parts)  # type: ignore[union-attr, misc]
+    shape = [int(n) for n in parts[0].shape]  # type: ignore[arg-type, union-attr]
+    shape[axis] = sum(int(p.shape[axis]) for p in parts)  # type: ignore[arg-type, misc, union-attr]
     tensor = lazy(lambda: np.concatenate([p.numpy() for p in parts], axis), parts[0].dtype, shape, name)  # type: ignore[union-attr]
     return initializer(graph, name, tensor)
 
 
 def pack_siblings(graph: ir.Graph) -> int:
-    """Linears of one kind that read the same value become one; q, k, v go packed into GroupQueryAttention, others are split back."""
+    """Linears of one kind that read the same value become one; q, k, v go packed into GroupQueryAttention, others are
+    split back."""
     order = {id(node): index for index, node in enumerate(graph)}
     families: dict[Any, list[ir.Node]] = {}
     for node in graph:
@@ -275,7 +276,7 @@ def _pack(graph: ir.Graph, family: list[ir.Node], tag: str) -> None:
         attributes["N"] = sum(widths)
     new = ir.node(first.op_type, inputs, attributes, domain=first.domain)
     out = new.outputs[0]
-    out.dtype, out.name = first.outputs[0].dtype, f"{tag}.out"
+    out.dtype, out.name = first.outputs[0].dtype, f"{tag}.out"  # type: ignore[assignment]
     out.shape = ir.Shape([*x.shape[:-1], sum(widths)])  # type: ignore[union-attr, index]
     graph.insert_before(first, new)
     if found:
@@ -286,7 +287,7 @@ def _pack(graph: ir.Graph, family: list[ir.Node], tag: str) -> None:
         split = ir.node("Split", [out, sizes], {"axis": -1}, num_outputs=len(ordered))
         graph.insert_after(new, split)
         for old, part in zip(ordered, split.outputs, strict=True):
-            part.dtype, part.shape, part.name = old.outputs[0].dtype, old.outputs[0].shape, f"{old.outputs[0].name}_part"
+            part.dtype, part.shape, part.name = old.outputs[0].dtype, old.outputs[0].shape, f"{old.outputs[0].name}_part"  # type: ignore[assignment]
             old.outputs[0].replace_all_uses_with(part)
     graph.remove(family, safe=True)
 

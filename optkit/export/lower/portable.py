@@ -1,8 +1,9 @@
 """Passes of the targets in standard operators: quantized linears as DequantizeLinear + MatMul, transposed constants.
 
-ONNX ``DequantizeLinear`` (opset 21): ``y = (x - x_zero_point) * x_scale``, blocked along ``axis`` with ``block_size`` when the scale has one
-entry per block, per axis when it is a vector. Weights are stored ``[I, O]``, which is what MatMul multiplies by and the only
-layout in which ONNX Runtime recognises the pair. Symmetric codes are signed (code - 2**(bits-1)), asymmetric ones unsigned.
+ONNX ``DequantizeLinear`` (opset 21): ``y = (x - x_zero_point) * x_scale``, blocked along ``axis`` with ``block_size`` when
+the scale has one entry per block, per axis when it is a vector. Weights are stored ``[I, O]``, which is what MatMul
+multiplies by and the only layout in which ONNX Runtime recognises the pair. Symmetric codes are signed (code - 2**(bits-1)),
+asymmetric ones unsigned.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def transpose_constants(graph: ir.Graph, tied: set[str]) -> int:
         data, order = weight.const_value, node.attributes["perm"].as_ints()
         shape = [int(data.shape[i]) for i in order]  # type: ignore[arg-type]
         name = f"{weight.name}.T"
-        turned = lazy(lambda d=data, o=order: np.ascontiguousarray(d.numpy().transpose(o)), data.dtype, shape, name)
+        turned = lazy(lambda d=data, o=order: np.ascontiguousarray(d.numpy().transpose(o)), data.dtype, shape, name)  # type: ignore[misc]
         node.outputs[0].replace_all_uses_with(initializer(graph, name, turned))
         graph.remove(node, safe=True)
         count += 1
@@ -63,7 +64,9 @@ def standard_quantized_linears(graph: ir.Graph, symmetric_only: bool) -> int:
 
 def _standard(graph: ir.Graph, node: ir.Node) -> None:
     x, packed, scale, zero_point, _, bias = (*node.inputs, *[None] * 6)[:6]
-    assert x is not None and packed is not None and scale is not None
+    assert x is not None
+    assert packed is not None
+    assert scale is not None
     bits, block, inputs, outputs = (node.attributes[a].as_int() for a in ("bits", "block_size", "K", "N"))
     groups, base = inputs // block, str(packed.name).removesuffix("_packed")
     symmetric = zero_point is None
@@ -96,12 +99,12 @@ def _standard(graph: ir.Graph, node: ir.Node) -> None:
     new = [restored, product]
     if bias is not None:
         new.append(ir.node("Add", [product.outputs[0], bias]))
-    restored.outputs[0].dtype, restored.outputs[0].shape = x.dtype, ir.Shape([inputs, outputs])
+    restored.outputs[0].dtype, restored.outputs[0].shape = x.dtype, ir.Shape([inputs, outputs])  # type: ignore[assignment]
     for index, made in enumerate(new):
         made.outputs[0].name = f"{base}.{('weight', 'product', 'sum')[index]}"
     old, out = node.outputs[0], new[-1].outputs[0]
-    product.outputs[0].dtype, product.outputs[0].shape = old.dtype, old.shape
-    out.dtype, out.shape = old.dtype, old.shape
+    product.outputs[0].dtype, product.outputs[0].shape = old.dtype, old.shape  # type: ignore[assignment]
+    out.dtype, out.shape = old.dtype, old.shape  # type: ignore[assignment]
     graph.insert_before(node, new)
     rename_output(graph, old, out)
     graph.remove(node, safe=True)
@@ -152,7 +155,10 @@ def spread_gathered_zero_points(graph: ir.Graph, groups_of: dict[str, int]) -> i
         bits = 4 if width < groups else 8
         name = f"{value.name}.spread"
         spread = lazy(
-            lambda d=data, b=bits, g=groups: packing.unpack_bytes(d.numpy(), b, g), ir.DataType.UINT8, (rows, groups), name
+            lambda d=data, b=bits, g=groups: packing.unpack_bytes(d.numpy(), b, g),
+            ir.DataType.UINT8,
+            (rows, groups),
+            name,  # type: ignore[misc]
         )
         node.replace_input_with(0, initializer(graph, name, spread))
         count += 1

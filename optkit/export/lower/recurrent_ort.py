@@ -1,8 +1,8 @@
 """Target ``ort``: the operators of state_ops.py as com.microsoft ``LinearAttention`` and ``CausalConvWithState``.
 
-Checked against the float64 formulas on ONNX Runtime's CPU provider (1.32): query and key heads that serve several state heads, a decay
-per head and per key dimension, ``Dv`` = 1. ``present_state`` of the convolution is not used: it ends at the last column, padded
-or not, while the state must end at each row's last valid token.
+Checked against the float64 formulas on ONNX Runtime's CPU provider (1.32): query and key heads that serve several state
+heads, a decay per head and per key dimension, ``Dv`` = 1. ``present_state`` of the convolution is not used: it ends at the
+last column, padded or not, while the state must end at each row's last valid token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A captured program -> an onnx_ir model, through torch.onnx with a target's translation table.
 
-torch.onnx would first run decompositions, which traces the whole program a second time, and afterwards a rewriter that tries every
-rule on every node: together three quarters of its time. A captured program without mutation whose operators all have a
+torch.onnx would first run decompositions, which traces the whole program a second time, and afterwards a rewriter that tries
+every rule on every node: together three quarters of its time. A captured program without mutation whose operators all have a
 translation needs neither, so the first is skipped when that is so, and the few rewrites that matter are passes.py.
 """
 
@@ -35,9 +35,16 @@ def translate(
         hooks.apply_graph_fixes(program.graph_module)
         try:
             result = torch.onnx.export(
-                program, (), dynamo=True, optimize=False, verbose=False, opset_version=opset,
-                input_names=input_names, output_names=output_names, custom_translation_table={**transformers_table, **special, **table},
-            )  # fmt: skip
+                program,
+                (),
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=opset,
+                input_names=input_names,
+                output_names=output_names,
+                custom_translation_table={**transformers_table, **special, **table},
+            )
         except torch.onnx.errors.OnnxExporterError as error:
             cause: BaseException = error
             while cause.__cause__ is not None:
@@ -76,7 +83,7 @@ def _fewer_decompositions() -> Iterator[None]:
         if _mixes_dtypes(graph_module):
             promotion(graph_module)
 
-    _fx_passes.decompose_with_registry, _fx_passes.insert_type_promotion_nodes = decompose, promote
+    _fx_passes.decompose_with_registry, _fx_passes.insert_type_promotion_nodes = decompose, promote  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -85,7 +92,14 @@ def _fewer_decompositions() -> Iterator[None]:
 
 # Operators whose tensor arguments have different dtypes by nature.
 _MIXED = frozenset(
-    "aten::embedding aten::index.Tensor aten::gather aten::where.self aten::masked_fill.Scalar aten::index_select".split()
+    [
+        "aten::embedding",
+        "aten::index.Tensor",
+        "aten::gather",
+        "aten::where.self",
+        "aten::masked_fill.Scalar",
+        "aten::index_select",
+    ]
 )
 
 
@@ -100,11 +114,10 @@ def _mixes_dtypes(graph_module: torch.fx.GraphModule) -> bool:
         value = node.meta.get("val")
         arguments = {a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)}
         compares = isinstance(value, torch.Tensor) and value.dtype == torch.bool
-        if len(arguments) > 1 or (
-            isinstance(value, torch.Tensor) and arguments and not compares and value.dtype not in arguments
-        ):
-            if not name.startswith(("aten::to.", "aten::_to_copy", "aten::sum", "aten::cumsum", "aten::type_as")):
-                return True
+        converts = name.startswith(("aten::to.", "aten::_to_copy", "aten::sum", "aten::cumsum", "aten::type_as"))
+        changes = isinstance(value, torch.Tensor) and arguments and not compares and value.dtype not in arguments
+        if (len(arguments) > 1 or changes) and not converts:
+            return True
     return False
 
 
