@@ -73,11 +73,12 @@ class Comparer:
         return random_tokens(sides.vocab_size(self.candidate), count, s.seed), False
 
     def compare(self, title: str, reference: Any, name: Any, limits: Limits, whole: bool = True) -> Comparison:
-        """Everything measured against ``reference``; ``whole=False`` leaves out perplexity and the noise floor."""
+        """Everything measured against ``reference``; ``whole=False`` only what is measured on the cases."""
         result = Comparison(title, sides.describe(name, reference))
         found = self._run_cases(reference, limits.near_tie_nats)
         self._add_cases(result, found)
-        self._add_greedy(result, reference, limits.near_tie_nats)
+        if whole or limits.greedy_match is not None:
+            self._add_greedy(result, reference, limits.near_tie_nats)
         if whole:
             self._add_noise(result, name, reference)
             if self.is_text and self.settings.perplexity_tokens:
