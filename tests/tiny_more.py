@@ -95,12 +95,28 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", base()),
     "biogpt": ("biogpt", sizes("num_hidden_layers", "num_attention_heads", hidden_size=64, intermediate_size=128)),
     "bitnet": ("bitnet", base()),
+    "cohere2_moe": (
+        "cohere2_moe",
+        base(num_hidden_layers=4, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    ),
     "deepseek_v2": ("deepseek_v2", base("head_dim", num_key_value_heads=4, **_LATENT, **_GROUPED_EXPERTS)),
     "diffllama": ("diffllama", base()),
     "doge": ("doge", base()),
     "dots1": ("dots1", base(**_GROUPED_EXPERTS)),
     "ernie4_5": ("ernie4_5", base()),
     "exaone": ("exaone", base()),
+    "gemma4_text": (
+        "gemma4_text",
+        base(
+            num_hidden_layers=6,
+            sliding_window=WINDOW,
+            global_head_dim=32,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=VOCAB,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+        ),
+    ),
     "glm4_moe": ("glm4_moe", base(**_GROUPED_EXPERTS)),
     "granitemoeshared": (
         "granitemoeshared",

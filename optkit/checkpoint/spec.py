@@ -53,7 +53,10 @@ def model_spec(config: Any, directory: Path, tied: bool) -> ModelSpec:
 
 def _number(config: Any, *names: str) -> int | None:
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers refuses an attribute that differs by layer: the first layer's stands for it
+            value = getattr(config.per_layer_config[0], name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
