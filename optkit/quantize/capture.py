@@ -302,15 +302,18 @@ class BlockModel:
         call, hidden = self._probe_calls[index], self._probe_hidden.float()
         return lambda: call.run(block, hidden)
 
-    def head(self, batch: int, hidden: Tensor) -> Tensor:
-        """Logits ``[b, S, V]`` from the hidden states that leave the last block."""
+    def head(self, rows: slice, hidden: Tensor) -> Tensor:
+        """Logits ``[b, S, V]`` from the hidden states ``[b, S, D]`` that leave the last block for the texts ``rows``.
+
+        Logits are large (a vocabulary for each token): ask for one text at a time.
+        """
         last = len(self.names) - 1
 
         def replay(index: int, given: Tensor, call: Call) -> Tensor:
             return hidden if index == last else given
 
         with self._standing_in(replay):
-            return self._forward(self.tokens[self.rows[batch]])
+            return self._forward(self.tokens[rows])
 
 
 def _use_sdpa(model: Any) -> None:

@@ -72,6 +72,7 @@ class Divergence:
         """Mean KL from the last hidden states ``[b, S, D]`` of each batch."""
         total = 0.0
         with torch.no_grad(), precision():
-            for batch, (ours, theirs) in enumerate(zip(final, self._final, strict=True)):
-                total += mean_kl(self.model.head(batch, theirs), self.model.head(batch, ours)) * len(ours)
+            for text, (ours, theirs) in enumerate(zip(torch.cat(final), torch.cat(self._final), strict=True)):
+                rows = slice(text, text + 1)
+                total += mean_kl(self.model.head(rows, theirs[None]), self.model.head(rows, ours[None]))
         return total / len(self.model.tokens)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from optkit.quantize.capture import Activations, BlockModel, precision
 
 CAP = 20.0
-HEAD_ROWS = 1  # texts whose logits are in memory at a time
 
 Weights = dict[str, Tensor]
 
@@ -64,8 +63,9 @@ def token_weights(
                     inputs[index + 1].write(part, model.run(index, block, batch, inputs[index].read(part)))
     gradient = inputs[count]
     generator = torch.Generator().manual_seed(seed)
-    for batch, part in enumerate(rows):
-        gradient.write(part, _head_gradient(model, batch, gradient.read(part), generator))
+    for text in range(shape[0]):
+        part = slice(text, text + 1)
+        gradient.write(part, _head_gradient(model, part, gradient.read(part), generator))
     result: list[Weights] = [{} for _ in range(count)]
     for index in reversed(range(count)):
         report(2 * count - index, total)
@@ -81,12 +81,12 @@ def token_weights(
     return result
 
 
-def _head_gradient(model: BlockModel, batch: int, hidden: Tensor, generator: torch.Generator) -> Tensor:
+def _head_gradient(model: BlockModel, rows: slice, hidden: Tensor, generator: torch.Generator) -> Tensor:
     """Gradient of the log-likelihood of sampled tokens with respect to the last hidden states, ``[b, S, D]``."""
     with torch.enable_grad():
         hidden = hidden.requires_grad_(True)
         with precision():
-            logits = model.head(batch, hidden).float()
+            logits = model.head(rows, hidden).float()
         with torch.no_grad():
             drawn = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=generator).squeeze(-1)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), drawn, reduction="sum")
