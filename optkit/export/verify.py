@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from optkit import io_spec
 from optkit.errors import VerificationError
+from optkit.export.segments import SegmentedSession, tensor_bytes
 from optkit.export.trace import PROMPT_LENGTHS, Reference
 from optkit.io_spec import GraphSpec
 
@@ -29,13 +30,24 @@ from optkit.io_spec import GraphSpec
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def open_exact(path: Path) -> onnxruntime.InferenceSession:
+# Graphs with more weights than this are run piece by piece (segments.py), and for fewer steps.
+WHOLE_BYTES = 1 << 30
+
+
+def weight_bytes(path: Path) -> int:
+    """Of the graph's constants."""
+    return sum(tensor_bytes(t) for t in onnx.load(str(path), load_external_data=False).graph.initializer)
+
+
+def open_exact(path: Path) -> Any:
     """A CPU session over the file with every quantized matmul computing in float32."""
     model = onnx.load(str(path), load_external_data=False)
     for node in model.graph.node:
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
                 attribute.i = min(attribute.i, 1)
+    if sum(tensor_bytes(t) for t in model.graph.initializer) > WHOLE_BYTES:
+        return SegmentedSession(model, path.parent)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
@@ -51,7 +63,7 @@ def open_exact(path: Path) -> onnxruntime.InferenceSession:
 class Runner:
     """The graph with its caches, rows right padded; one instance per batch."""
 
-    def __init__(self, session: onnxruntime.InferenceSession, spec: GraphSpec, batch: int, capacity: int) -> None:
+    def __init__(self, session: Any, spec: GraphSpec, batch: int, capacity: int) -> None:
         self.session, self.spec, self.batch = session, spec, batch
         length = {"growing": 0, "scatter": spec.max_seq_len}.get(spec.layout, capacity)
         dtypes = {"float32": np.float32, "float16": np.float16}
@@ -88,7 +100,7 @@ class Runner:
         return {io_spec.ATTENTION_MASK: (np.arange(total.max())[None] < total[:, None]).astype(np.int64)}
 
 
-def artifact_error(session: onnxruntime.InferenceSession, spec: GraphSpec, reference: Reference) -> dict[str, float]:
+def artifact_error(session: Any, spec: GraphSpec, reference: Reference) -> dict[str, float]:
     """Largest logit error, relative to the range of the reference's logits, of each way of running.
 
     Returns:
@@ -113,7 +125,8 @@ def artifact_error(session: onnxruntime.InferenceSession, spec: GraphSpec, refer
             continue
         for position in range(len(prompt)):
             record("prefill", logits[index, shift[index] + position], index, position)
-    for step in range(min(len(r) - n for r, n in zip(rows, PROMPT_LENGTHS, strict=True))):
+    steps = min(len(r) - n for r, n in zip(rows, PROMPT_LENGTHS, strict=True))
+    for step in range(1 if isinstance(session, SegmentedSession) else steps):
         logits = both.step([[row[n + step]] for row, n in zip(rows, PROMPT_LENGTHS, strict=True)])
         for index, length in enumerate(PROMPT_LENGTHS):
             record("decode", logits[index, -1], index, length + step)
@@ -144,10 +157,14 @@ def verify_onnx(path: Path, spec: GraphSpec, reference: Reference, dtype: torch.
 
 def smoke_prompt(path: Path, spec: GraphSpec, prompt: list[int], steps: int) -> dict[str, Any]:
     """A prompt and the greedy tokens the file answers with as it ships, with the margin of each choice in nats: what
-    ``optkit validate --smoke`` compares with on another machine."""
+    ``optkit validate --smoke`` compares with on another machine. Large models answer with one token."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session: Any
+    if weight_bytes(path) > WHOLE_BYTES:
+        session, steps = SegmentedSession(onnx.load(str(path), load_external_data=False), path.parent), 1
+    else:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     steps = min(steps, spec.max_seq_len - len(prompt))
     runner = Runner(session, spec, 1, len(prompt) + max(steps, 1))
     tokens: list[int] = []

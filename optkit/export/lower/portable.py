@@ -154,12 +154,11 @@ def spread_gathered_zero_points(graph: ir.Graph, groups_of: dict[str, int]) -> i
         rows, width = (int(n) for n in data.shape)  # type: ignore[arg-type]
         bits = 4 if width < groups else 8
         name = f"{value.name}.spread"
-        spread = lazy(
-            lambda d=data, b=bits, g=groups: packing.unpack_bytes(d.numpy(), b, g),
-            ir.DataType.UINT8,
-            (rows, groups),
-            name,  # type: ignore[misc]
-        )
-        node.replace_input_with(0, initializer(graph, name, spread))
+
+        def spread(d: Any = data, b: int = bits, g: int = groups) -> Any:
+            return packing.unpack_bytes(d.numpy(), b, g)
+
+        tensor = lazy(spread, ir.DataType.UINT8, (rows, groups), name)
+        node.replace_input_with(0, initializer(graph, name, tensor))
         count += 1
     return count
