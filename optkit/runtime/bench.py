@@ -9,6 +9,7 @@ nothing else, use a process of its own (:func:`bench_process`, which ``optkit bu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -118,7 +119,13 @@ def bench_process(artifact: str | Path, **options: Any) -> dict[str, Any]:
 
 
 def peak_rss() -> int:
-    """The most memory this process has held so far, bytes."""
+    """The most memory this process has held so far, bytes.
+
+    Linux counts it per program (``VmHWM``); ``ru_maxrss`` would include what the parent held when it started this process.
+    """
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
