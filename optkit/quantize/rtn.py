@@ -5,18 +5,24 @@ z)`` (affine.py: the signed peak on code 0, or min and max). ``search="mse"`` tr
 by itself, the one with the least weighted squared error ``sum_i h_i (w_i - q_i)²``. Scales are tried as they will be stored,
 and the range's own is among them, so no group gets worse than without the search.
 
+With ``statistics`` ``h`` is the mean square of each input, ``diag(H)`` in the notation of GPTQ (Frantar et al. 2022): the error
+of the layer's output, were inputs uncorrelated. Tried are
+
 * symmetric: ``f`` times the range's scale, for ``f`` of both signs (peak on code 0, or on the last code), then the
-  least-squares scale
-  of the codes found, ``s = <w, c>_h / <c, c>_h``, and the nearest codes for that.
+  least-squares
+  scale of the codes found, ``s = <w, c>_h / <c, c>_h``, and the nearest codes for that.
 * asymmetric: a narrower range around its centre, each with the zero points one up and one down, then the least-squares scale.
 
-With ``statistics`` ``h`` is the mean square of each input, ``diag(H)`` in the notation of GPTQ (Frantar et al. 2022): the error
-of the layer's output, were inputs uncorrelated. Without, ``h = w²``.
+Without, nothing tells which weights may be clipped, and clipping the wrong ones is worse than the error says. On SmolLM2-135M
+(4 bits, groups of 32, fp32 27.6) that search with ``h = 1`` lowers the squared error of the weights by 10 % and raises
+perplexity from 35.1 to 39.1, while with ``diag(H)`` it raises the error by 10 % and lowers perplexity to 30.9. So the data-free
+search keeps the largest weights whole: symmetric, only scales that cover the peak, with ``h = 1`` (error 3 to 8 % lower,
+perplexity the same); asymmetric, with ``h = w²`` (perplexity 3 % lower than the plain range).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +38,7 @@ from optkit.scheme import QuantScheme, check_group_sizes
 CHUNK = 1 << 18  # weights worked on at a time: 1 MB of float32; measured fastest, and it bounds the memory of the search
 SEARCHES = ("mse", "minmax")
 SYMMETRIC_FACTORS = (*(1.12 - 0.04 * i for i in range(10)), *(-1.26 + 0.04 * i for i in range(10)))
+COVERING_FACTORS = tuple(1.02 + 0.02 * i for i in range(7))
 RANGE_FACTORS = tuple(1.0 - 0.04 * i for i in range(8))
 REFITS = 2
 
@@ -81,25 +88,40 @@ def _quantize_rows(weight: Tensor, scheme: QuantScheme, statistics: Tensor | Non
     scale, zero_point = range_scale(weight, scheme)
     if search == "mse":
         groups = grouped(weight, scheme)
-        importance = groups.square() if statistics is None else statistics.float().unflatten(-1, groups.shape[1:])
-        grid = _best(groups, importance, (scale, None if zero_point is None else zero_point.float()), scheme)
+        first = (scale, None if zero_point is None else zero_point.float())
+        grid = _data_free(groups, first, scheme) if statistics is None else _weighted(groups, statistics, first, scheme)
         scale, zero_point = grid[0], None if grid[1] is None else grid[1].to(torch.uint8)
     return quantize(weight, scale, zero_point, scheme)
 
 
-def _best(groups: Tensor, importance: Tensor, first: Grid, scheme: QuantScheme) -> Grid:
+def _weighted(groups: Tensor, statistics: Tensor, first: Grid, scheme: QuantScheme) -> Grid:
+    """The best grid of each group by the error that ``statistics [I]`` weights."""
+    importance = statistics.float().unflatten(-1, groups.shape[1:])
+    grids = _scaled(groups, scheme, SYMMETRIC_FACTORS) if scheme.symmetric else _narrowed(groups, scheme)
+    return _best(groups, importance, first, grids, REFITS, scheme)
+
+
+def _data_free(groups: Tensor, first: Grid, scheme: QuantScheme) -> Grid:
+    """The best grid of each group when nothing is known of the inputs."""
+    if scheme.symmetric:
+        return _best(groups, None, first, _scaled(groups, scheme, COVERING_FACTORS), 0, scheme)
+    return _best(groups, groups.square(), first, _narrowed(groups, scheme), REFITS, scheme)
+
+
+def _best(
+    groups: Tensor, importance: Tensor | None, first: Grid, grids: Iterable[Grid], refits: int, scheme: QuantScheme
+) -> Grid:
     """The best grid of each group, starting with ``first``, which is the answer unless another is better."""
     best, least = first, _error(groups, importance, first, scheme)
-    candidates: Callable[..., Iterator[Grid]] = _symmetric if scheme.symmetric else _asymmetric
-    for grid in candidates(groups, scheme):
+    for grid in grids:
         best, least = _better(groups, importance, grid, best, least, scheme)
-    for _ in range(REFITS):
+    for _ in range(refits):
         best, least = _better(groups, importance, _refit(groups, importance, best, scheme), best, least, scheme)
     return best
 
 
 def _better(
-    groups: Tensor, importance: Tensor, grid: Grid, best: Grid, least: Tensor, scheme: QuantScheme
+    groups: Tensor, importance: Tensor | None, grid: Grid, best: Grid, least: Tensor, scheme: QuantScheme
 ) -> tuple[Grid, Tensor]:
     error = _error(groups, importance, grid, scheme)
     wins = error < least
@@ -114,27 +136,30 @@ def _steps(groups: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
     return codes.sub_(offset)
 
 
-def _error(groups: Tensor, importance: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
-    """Weighted squared error of each group, ``[O, G]``."""
-    return _steps(groups, grid, scheme).mul_(grid[0].unsqueeze(-1)).sub_(groups).square_().mul_(importance).sum(-1)
+def _error(groups: Tensor, importance: Tensor | None, grid: Grid, scheme: QuantScheme) -> Tensor:
+    """(Weighted) squared error of each group, ``[O, G]``."""
+    error = _steps(groups, grid, scheme).mul_(grid[0].unsqueeze(-1)).sub_(groups).square_()
+    return (error if importance is None else error.mul_(importance)).sum(-1)
 
 
-def _refit(groups: Tensor, importance: Tensor, grid: Grid, scheme: QuantScheme) -> Grid:
+def _refit(groups: Tensor, importance: Tensor | None, grid: Grid, scheme: QuantScheme) -> Grid:
     """The least-squares scale for the codes of ``grid``; its own where that is not defined."""
     steps = _steps(groups, grid, scheme)
-    weighted = steps * importance
+    weighted = steps if importance is None else steps * importance
     scale = (weighted * groups).sum(-1) / (weighted * steps).sum(-1)
     usable = scale.isfinite() & (scale != 0)
     return safe_scale(torch.where(usable, scale, grid[0])), grid[1]
 
 
-def _symmetric(groups: Tensor, scheme: QuantScheme) -> Iterator[Grid]:
+def _scaled(groups: Tensor, scheme: QuantScheme, factors: Iterable[float]) -> Iterator[Grid]:
+    """The signed scale of the range times each factor."""
     base = signed_peak(groups) / -scheme.zero_point
-    for factor in SYMMETRIC_FACTORS:
+    for factor in factors:
         yield safe_scale(base * factor), None
 
 
-def _asymmetric(groups: Tensor, scheme: QuantScheme) -> Iterator[Grid]:
+def _narrowed(groups: Tensor, scheme: QuantScheme) -> Iterator[Grid]:
+    """Narrower ranges around the centre of the range, with zero points beside the nearest."""
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     for factor in RANGE_FACTORS:
         scale = safe_scale((high - low) * (factor / scheme.code_max))

@@ -134,9 +134,10 @@ def write_modules(plan: Plan, solver: Rtn, writer: Writer, report: Progress) -> 
 
 def weight_error(weight: torch.Tensor, quantized: QuantizedWeight) -> dict[str, float]:
     """Relative squared error ``|W - Q|² / |W|²`` and, unless there is none, the same as a signal-to-noise ratio in dB."""
-    noise, signal = 0.0, float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
+    noise = signal = 0.0
     rows = max(1, CHUNK // weight.shape[1])
     for part, quantized_part in zip(weight.split(rows), row_parts(quantized, rows), strict=True):
+        signal += float(part.square().sum(dtype=torch.float64))
         noise += float(dequantize(quantized_part).sub_(part).square_().sum(dtype=torch.float64))
     if not noise or not signal:
         return {"relative_error": 0.0 if not noise else math.inf}

@@ -44,6 +44,11 @@ def group_errors(weight, quantized, importance=None):
     return error.unflatten(-1, (quantized.scale.shape[1], -1)).sum(-1)
 
 
+def default_importance(weight, scheme):
+    """What the search minimises when nothing is known of the inputs."""
+    return torch.ones_like(weight) if scheme.symmetric else weight.square()
+
+
 HARD = {
     "an all-zero group among others": torch.cat([torch.zeros(4, 128), gaussian(4, 128)], 1),
     "nothing but zeros": torch.zeros(4, 256),
@@ -66,7 +71,7 @@ def test_hard_groups_stay_finite_and_no_worse_than_their_plain_range(scheme, nam
     assert back.isfinite().all()
     assert (searched.scale != 0).all()
     assert searched.scale.isfinite().all()
-    importance = weight.square()
+    importance = default_importance(weight, scheme)
     assert (group_errors(weight, searched, importance) <= group_errors(weight, plain, importance) * (1 + 1e-5) + 1e-30).all()
     assert torch.equal(back[weight == 0], weight[weight == 0])
 
@@ -77,10 +82,17 @@ def test_the_search_is_no_worse_than_the_plain_range_in_any_group(scheme):
         for importance in (None, torch.rand(256, generator=torch.Generator().manual_seed(5)) + 0.01):
             searched = quantize_linear(weight, scheme, importance)
             plain = quantize_linear(weight, scheme, search="minmax")
-            weights = weight.square() if importance is None else importance.expand_as(weight)
+            weights = default_importance(weight, scheme) if importance is None else importance.expand_as(weight)
             least, first = group_errors(weight, searched, weights), group_errors(weight, plain, weights)
             assert (least <= first * (1 + 1e-5)).all()
             assert least.sum() < first.sum()
+
+
+def test_without_statistics_a_symmetric_search_clips_no_weight():
+    weight = heavy_tailed(32, 256)
+    quantized = quantize_linear(weight, W4)
+    reach = quantized.scale.abs() * 8 * (1 + 2**-7)
+    assert (weight.unflatten(-1, (8, 32)).abs().amax(-1) <= reach).all()
 
 
 def test_inputs_that_count_more_get_less_error():
