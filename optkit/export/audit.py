@@ -41,7 +41,7 @@ def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Wei
             "not_read_by_forward": ignored,
             "not_of_the_model": checkpoint.unused_tensors(),
         },
-        "features": features(model, spec, checkpoint.config),
+        "features": features(model, spec, checkpoint.config, any("expert" in name for name in weights.names())),
         "tiers": facts.get("tiers"),
         "nodes": dict(Counter(node.op_type for node in model.graph.all_nodes()).most_common()),
         "islands": islands(model, spec.logits_dtype),
@@ -55,8 +55,11 @@ def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Wei
     return found
 
 
-def features(model: ir.Model, spec: GraphSpec, config: Any) -> dict[str, dict[str, Any]]:
-    """Feature -> what the config says and what in the graph shows it (``None``: nothing does)."""
+def features(model: ir.Model, spec: GraphSpec, config: Any, has_experts: bool) -> dict[str, dict[str, Any]]:
+    """Feature -> what the config says and what in the graph shows it (``None``: nothing does).
+
+    Configurations give a number of experts even where no layer has any, so ``has_experts`` says whether the model does.
+    """
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
     attention = [node for node in model.graph.all_nodes() if node.op_type in ("GroupQueryAttention", "Attention")]
     out: dict[str, dict[str, Any]] = {}
@@ -72,12 +75,10 @@ def features(model: ir.Model, spec: GraphSpec, config: Any) -> dict[str, dict[st
     capped = sum(1 for n in attention if (a := n.attributes.get("softcap")) is not None and a.as_float() > 0)
     expect(
         "attention_softcap",
-        getattr(config, "attn_logit_softcapping", None),
+        _asked(config, "attn_logit_softcapping"),
         {"attention": capped, "Tanh": kinds["Tanh"]} if capped or kinds["Tanh"] else None,
     )
-    expect(
-        "final_softcap", getattr(config, "final_logit_softcapping", None), {"Tanh": kinds["Tanh"]} if kinds["Tanh"] else None
-    )
+    expect("final_softcap", _asked(config, "final_logit_softcapping"), {"Tanh": kinds["Tanh"]} if kinds["Tanh"] else None)
     windows = sorted(
         {a.as_int() for n in attention if (a := n.attributes.get("local_window_size")) is not None and a.as_int() > 0}
     )
@@ -86,14 +87,17 @@ def features(model: ir.Model, spec: GraphSpec, config: Any) -> dict[str, dict[st
     experts = {k: kinds[k] for k in ("MoE", "QMoE", "TopK") if kinds[k]}
     expect(
         "experts",
-        next((v for a in ("num_local_experts", "num_experts", "n_routed_experts") if (v := getattr(config, a, None))), None),
+        next(
+            (v for a in ("num_local_experts", "num_experts", "n_routed_experts") if has_experts and (v := _asked(config, a))),
+            None,
+        ),
         experts,
     )
     sinks = sum(1 for n in attention if n.op_type == "GroupQueryAttention" and len(n.inputs) > 11 and n.inputs[11] is not None)
     rotary = (
         sum(1 for n in attention if (a := n.attributes.get("do_rotary")) is not None and a.as_int()) + kinds["RotaryEmbedding"]
     )
-    out["rotary"] = {"config": getattr(config, "rope_parameters", None), "evidence": {"fused": rotary, "Cos": kinds["Cos"]}}
+    out["rotary"] = {"config": _asked(config, "rope_parameters"), "evidence": {"fused": rotary, "Cos": kinds["Cos"]}}
     if sinks:
         out["sinks"] = {"config": "attention sinks", "evidence": sinks}
     tied = sum(1 for v in model.graph.initializers.values() if _looked_up_and_multiplied(v))
@@ -111,14 +115,22 @@ def _looked_up_and_multiplied(value: ir.Value) -> bool:
 
 
 def _kv(config: Any) -> dict[str, Any]:
-    return {a: getattr(config, a, None) for a in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    return {a: _asked(config, a) for a in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+
+
+def _asked(config: Any, name: str) -> Any:
+    """An attribute of the config; where transformers refuses it because it differs by layer, the first layer's."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return getattr(config.per_layer_config[0], name, None)
 
 
 def _window(config: Any) -> Any:
     """The window, if some layer uses it."""
     kinds = getattr(config, "layer_types", None)
     used = kinds is None or any("sliding" in str(kind) or "chunked" in str(kind) for kind in kinds)
-    return getattr(config, "sliding_window", None) if used and getattr(config, "use_sliding_window", True) else None
+    return _asked(config, "sliding_window") if used and getattr(config, "use_sliding_window", True) else None
 
 
 def islands(model: ir.Model, dtype: str) -> dict[str, Any]:
