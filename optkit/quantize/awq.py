@@ -67,8 +67,9 @@ def smooth_group(
     best = Smoothing(torch.ones(weight.shape[1]), 0.0, 1.0)
     if base == 0:
         return best
+    magnitude = statistics.magnitude
     for alpha in alphas:
-        s = reduce(power_scale(statistics.magnitude, alpha))
+        s = reduce(power_scale(magnitude, alpha))
         gain = _error(weight, hessian, s, scheme) / base
         if gain < best.gain:
             best = Smoothing(s, alpha, gain)

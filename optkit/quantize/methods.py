@@ -1,7 +1,7 @@
 """The calibrated methods a recipe can name, as solvers of the driver in blocks.py, and what each does at each effort.
 
-Efforts were chosen by measurement (docs/quantization.md): ``fast`` does without token weights, ``default`` finds them on a
-part of the text and ``high`` on all of it.
+Efforts (measured in docs/quantization.md): ``fast`` does without token weights and refits, ``default`` finds weights on a
+part of the text and refits once, ``high`` finds them on all of it and refits twice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from optkit.recipe import QuantizeRecipe
 from optkit.scheme import QuantScheme
 
 IMPORTANCE = {"fast": 0.0, "default": 0.25, "high": 1.0}
+REFITS = {"fast": 0, "default": 1, "high": 2}
 
 
 def split_rows(stacked: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
@@ -34,7 +35,7 @@ class Gptq(Calibrated):
 
     @classmethod
     def choose(cls, recipe: QuantizeRecipe) -> Options:
-        return Options(smooth=(), importance=IMPORTANCE[recipe.effort])
+        return Options((), IMPORTANCE[recipe.effort], refits=REFITS[recipe.effort])
 
     def solve(
         self, weights: Mapping[str, Tensor], schemes: Mapping[str, QuantScheme], statistics: Statistics
@@ -56,7 +57,7 @@ class AwqGptq(Gptq):
 
     @classmethod
     def choose(cls, recipe: QuantizeRecipe) -> Options:
-        return Options(smooth=ALPHAS, importance=IMPORTANCE[recipe.effort])
+        return Options(ALPHAS, IMPORTANCE[recipe.effort], refits=REFITS[recipe.effort])
 
 
 class Awq(AwqGptq):

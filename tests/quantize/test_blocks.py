@@ -13,10 +13,11 @@ import optkit
 from optkit import manifest
 from optkit.checkpoint.affine import dequantize
 from optkit.checkpoint.model import Checkpoint, linears, open_checkpoint
-from optkit.quantize import blocks, rtn
+from optkit.quantize import blocks, gptq, rtn
 from optkit.quantize.blocks import guarded
 from optkit.quantize.capture import Activations, BlockModel
 from optkit.quantize.methods import AwqGptq, Gptq
+from optkit.quantize.rounding import row_errors
 from optkit.quantize.statistics import Statistics
 from optkit.scheme import QuantScheme
 from tests import tiny
@@ -107,13 +108,27 @@ def test_what_is_written_is_what_the_method_found(architecture: str, text: Path,
     assert all(block["output_change"] <= 1e-4 for block in facts["blocks"].values())
 
 
-def test_effort_high_weighs_all_texts_and_fast_none(checkpoint: Checkpoint, text: Path, tmp_path: Path) -> None:
-    shares = {}
+def test_effort_is_the_share_of_weighed_texts_and_the_number_of_refits(
+    checkpoint: Checkpoint, text: Path, tmp_path: Path
+) -> None:
+    options = {}
     for effort in ("fast", "high"):
         out = optkit.quantize(checkpoint, recipe(text, effort=effort), tmp_path / effort)
-        shares[effort] = manifest.read_manifest(out).facts["options"]["importance"]
-    assert shares == {"fast": 0.0, "high": 1.0}
+        options[effort] = manifest.read_manifest(out).facts["options"]
+    assert [options[effort]["importance"] for effort in ("fast", "high")] == [0.0, 1.0]
+    assert [options[effort]["refits"] for effort in ("fast", "high")] == [0, 2]
     assert weights_of(tmp_path / "fast") != weights_of(tmp_path / "high")
+
+
+def test_refits_lower_the_error_they_descend_on() -> None:
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    statistics = statistics_of(correlated(64))
+    scheme = QuantScheme(4, group_size=32)
+    errors = []
+    for refits in (0, 1, 2):
+        quantized = gptq.quantize_linear(weight, scheme, statistics, refits=refits)
+        errors.append(float(row_errors(dequantize(quantized) - weight, gptq.damped(statistics.hessian)).sum()))
+    assert errors[0] > errors[1] > errors[2]
 
 
 def test_calibrated_codes_have_a_smaller_output_error_than_plain_rounding(
