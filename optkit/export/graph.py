@@ -108,7 +108,7 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     target = check_settings(settings, checkpoint)
     facts: dict[str, Any] = {"target": settings.target, "model_file": MODEL_FILE}
     if settings.dtype == "fp16":
-        facts["activation_range"] = ranges.check_float16(checkpoint, *hollow(checkpoint, torch.float32))
+        facts["activation_range"] = ranges.check_float16(checkpoint, *hollow(checkpoint, torch.bfloat16))
     report("reference")
     computed = "fp32" if settings.dtype == "bf16" else settings.dtype
     reference = untouched_reference(checkpoint, DTYPES[computed])

@@ -1,4 +1,4 @@
-"""Will float16 hold the activations? Measured on text, in float32, before anything is written.
+"""Will float16 hold the activations? Measured on text, in bfloat16, before anything is written.
 
 float16 ends at 65504. Some models reach that in the residual stream after a few layers (a handful of tokens carry norms
 hundreds of times the median); the export then builds, and the model answers NaN or one token for ever
@@ -65,7 +65,7 @@ def recorded(model: nn.Module) -> Iterator[dict[str, float]]:
 
 
 def check_float16(checkpoint: Checkpoint, skeleton: nn.Module, weights: Weights) -> dict[str, Any]:
-    """Returns the largest activation and where, for the manifest; ``skeleton`` is a float32 one.
+    """Returns the largest activation and where, for the manifest; ``skeleton`` is a bfloat16 one.
 
     Raises:
         UnsupportedError: it would not fit float16.

@@ -63,16 +63,18 @@ class ExportQuantLinear(nn.Module):
 
 
 class ExportQuantEmbedding(nn.Module):
-    """:class:`QuantEmbedding` as one op; shares the buffers. ``post`` is what the original module does with the rows."""
+    """:class:`QuantEmbedding` as one op, its constant factor and dtype after it; shares the buffers."""
 
     def __init__(self, inner: QuantEmbedding) -> None:
         super().__init__()
-        self.num_bits = inner.scheme.num_bits
+        self.num_bits, self.factor, self.dtype = inner.scheme.num_bits, inner.factor, inner.dtype
         for name in ("weight_packed", "weight_scale", "weight_zero_point"):
             self.register_buffer(name, getattr(inner, name))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _OPS.quant_embedding(ids, self.weight_packed, self.weight_scale, self.weight_zero_point, self.num_bits)
+        rows = _OPS.quant_embedding(ids, self.weight_packed, self.weight_scale, self.weight_zero_point, self.num_bits)
+        rows = rows.to(self.dtype)
+        return rows if self.factor == 1.0 else rows * self.factor
 
 
 class WantedPositions(nn.Module):

@@ -42,6 +42,7 @@ class OnnxTable(OrtTable):
         return typed(self.op.RMSNormalization(x, weight, axis=-1, epsilon=eps), x, x.shape)
 
     def rope(self, x: Any, cos_table: Any, sin_table: Any, position_ids: Any, interleaved: bool) -> Any:
+        cos_table, sin_table = self.like(cos_table, x), self.like(sin_table, x)
         turned = 2 * cos_table.shape[1]
         extra = {} if turned == x.shape[3] else {"rotary_embedding_dim": turned}
         out = self.op.RotaryEmbedding(x, cos_table, sin_table, position_ids, interleaved=int(interleaved), **extra)

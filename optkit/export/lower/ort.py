@@ -84,7 +84,12 @@ class OrtTable:
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
         return typed(contrib.SimplifiedLayerNormalization(x, weight, axis=-1, epsilon=eps, stash_type=1), x, x.shape)
 
+    def like(self, table: Any, x: Any) -> Any:
+        """A rotary table in the type of what it turns (some models turn in float32)."""
+        return table if table.dtype == x.dtype else typed(self.op.Cast(table, to=int(x.dtype)), x, table.shape)
+
     def rope(self, x: Any, cos_table: Any, sin_table: Any, position_ids: Any, interleaved: bool) -> Any:
+        cos_table, sin_table = self.like(cos_table, x), self.like(sin_table, x)
         extra = {}
         if 2 * cos_table.shape[1] != x.shape[3]:
             extra = {"rotary_embedding_dim": 2 * cos_table.shape[1], "num_heads": x.shape[1]}
