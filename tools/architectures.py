@@ -32,8 +32,7 @@ compared with transformers in float32, logit by logit: ragged right-padded promp
 every window (8 tokens) and rotary switch (64 tokens), and every row alone against the same row in its batch.
 
 Errors are the largest logit difference over the range of the reference's logits; the limit is {limit:.0e}.
-*HF itself* is transformers' cached decoding against its own uncached forward on the same rows: the noise of the comparison
-(dynamic and longrope tables are compared with it beyond 64 tokens only in the exported model's rows).
+*HF itself* is transformers' cached decoding against its own uncached forward on the first batch: the noise of the comparison.
 
 *Tiers* of the layers with attention: 1, one fused operator over the in-place cache; 2, fused attention over other keys than the
 new ones (latent attention, shared keys); 3, the model's own attention code. *Layout*: `slots` is the in-place cache; `growing`
