@@ -1,7 +1,7 @@
 """Peak memory of an export against the size of the model, on a generated checkpoint.
 
-Writes a llama-shaped checkpoint with random weights in shards (``--layers 32`` is 8.0 B parameters, 16 GB in float16), exports it in
-a process of its own, and compares the peak resident memory of that process with 1.5 GB + 2 x the largest tensor.
+Writes a llama-shaped checkpoint with random weights in shards (``--layers 32`` is 8.0 B parameters, 16 GB in float16),
+exports it in a process of its own, and compares the peak resident memory of that process with 1.5 GB + 2 x the largest tensor.
 
     python benchmarks/bench_scale.py --layers 32 [--dtype fp16] [--scheme w4a16] [--dir /big/disk]
 """
@@ -62,7 +62,8 @@ def make_checkpoint(directory: Path, layers: int) -> None:
 
 
 STAGES = {
-    "quantize": "import optkit, sys; optkit.quantize(sys.argv[1], {'scheme': sys.argv[3], 'scale_search': 'minmax'}, sys.argv[2])",
+    "quantize": "import optkit, sys; section = {'scheme': sys.argv[3], 'scale_search': 'minmax'}; "
+    "optkit.quantize(sys.argv[1], section, sys.argv[2])",
     "export": "import optkit, sys; optkit.export(sys.argv[1], {'dtype': sys.argv[3]}, sys.argv[2])",
 }
 
@@ -109,8 +110,8 @@ def main() -> None:
         size = sum(path.stat().st_size for path in (root / "artifact").iterdir())
         verdict = "met" if found["peak"] <= limit else "not met"
         print(
-            f"export {options.dtype}: {found['seconds']:.0f} s, artifact {size / 1e9:.2f} GB, peak {found['peak'] / 1e9:.2f} GB, "
-            f"limit {limit / 1e9:.2f} GB: {verdict}"
+            f"export {options.dtype}: {found['seconds']:.0f} s, artifact {size / 1e9:.2f} GB, "
+            f"peak {found['peak'] / 1e9:.2f} GB, limit {limit / 1e9:.2f} GB: {verdict}"
         )
     finally:
         shutil.rmtree(root, ignore_errors=True)

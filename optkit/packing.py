@@ -56,7 +56,7 @@ def pack_int32(codes: np.ndarray, num_bits: int, axis: int = -1) -> NDArray[np.i
     if short:
         codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], short), np.uint8)], -1)
     words = pack_bytes(codes, num_bits).view("<i4")
-    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+    return np.moveaxis(words, -1, axis).copy(order="C")  # a copy, so that axes of size 1 get ordinary strides too
 
 
 def unpack_int32(words: np.ndarray, num_bits: int, length: int, axis: int = -1) -> U8:

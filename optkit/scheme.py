@@ -85,7 +85,7 @@ class QuantScheme:
 
 PRESETS: dict[str, QuantScheme] = {
     "w4a16": QuantScheme(num_bits=4, group_size=32),
-    "w8a16": QuantScheme(num_bits=8, group_size=128),
+    "w8a16": QuantScheme(num_bits=8, group_size=None),
     "w8a8": QuantScheme(num_bits=8, group_size=None, activation_bits=8),
 }
 ALIASES = {"int4": "w4a16", "int8": "w8a16"}

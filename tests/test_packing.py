@@ -85,3 +85,10 @@ def test_signed_codes_and_odd_widths_are_refused(call):
         call(np.zeros((1, 2), np.int8), 4)
     with pytest.raises(ValueError, match="num_bits 3"):
         call(np.zeros((1, 2), np.uint8), 3)
+
+
+def test_words_along_the_first_axis_of_a_single_column_have_ordinary_strides():
+    """A view with odd strides on the axis of size 1 cannot become a torch tensor."""
+    words = packing.pack_int32(np.zeros((48, 1), np.uint8), 8, axis=0)
+    assert words.shape == (12, 1)
+    assert words.strides == (4, 4)

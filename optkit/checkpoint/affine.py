@@ -69,6 +69,14 @@ def signed_peak(groups: Tensor) -> Tensor:
     return groups.gather(-1, index).squeeze(-1)
 
 
+def peak_scale(groups: Tensor, scheme: QuantScheme) -> Tensor:
+    """Symmetric scale of each group ``[O, G]``: at 4 bits signed, so that all 16 codes are used; at 8 bits positive (one code
+    of 256 is worth little, and TensorRT takes no negative INT8 scales)."""
+    if scheme.num_bits == 8:
+        return groups.abs().amax(-1) / (scheme.zero_point - 1)
+    return signed_peak(groups) / -scheme.zero_point
+
+
 def safe_scale(scale: Tensor, storage: torch.dtype = SCALE_DTYPE) -> Tensor:
     """``scale`` as it is stored, in float32; what is zero, not finite or underflows there becomes 1.
 
@@ -87,7 +95,7 @@ def range_scale(weight: Tensor, scheme: QuantScheme, storage: torch.dtype = SCAL
     """Scale and zero point from the range of each group: signed full range, or min/max (zero included) when asymmetric."""
     groups = grouped(weight.float(), scheme)
     if scheme.symmetric:
-        return safe_scale(signed_peak(groups) / -scheme.zero_point, storage), None
+        return safe_scale(peak_scale(groups, scheme), storage), None
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = safe_scale((high - low) / scheme.code_max, storage)
     return scale, (-low / scale).round().clamp(0, scheme.code_max).to(torch.uint8)

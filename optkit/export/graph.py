@@ -17,6 +17,7 @@ from optkit.checkpoint.model import Checkpoint
 from optkit.errors import UnsupportedError, UsageError, VerificationError
 from optkit.export import ranges, trace
 from optkit.export.audit import audit
+from optkit.export.lint import lint, raise_errors
 from optkit.export.lower import finish, ort
 from optkit.export.lower import onnx as standard
 from optkit.export.lower.translate import translate
@@ -143,6 +144,8 @@ def written(
     report("write")
     finish.save(built.model, path)
     report("verify")
+    if settings.target == "tensorrt":
+        raise_errors(lint(path, settings.flavour, settings.compute_capabilities), str(path.name))
     if settings.dtype == "bf16":
         return built, None
     return built, verify_onnx(path, built.spec, reference, DTYPES[settings.dtype])

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.affine import QuantizedWeight, grouped, quantize, range_scale, safe_scale, signed_peak
+from optkit.checkpoint.affine import QuantizedWeight, grouped, peak_scale, quantize, range_scale, safe_scale
 from optkit.checkpoint.model import Checkpoint, is_transposed
 from optkit.errors import UsageError
 from optkit.quantize.plan import Plan
@@ -152,9 +152,9 @@ def _refit(groups: Tensor, importance: Tensor | None, grid: Grid, scheme: QuantS
 
 
 def _scaled(groups: Tensor, scheme: QuantScheme, factors: Iterable[float]) -> Iterator[Grid]:
-    """The signed scale of the range times each factor."""
-    base = signed_peak(groups) / -scheme.zero_point
-    for factor in factors:
+    """The scale of the range times each factor; 8-bit scales stay positive."""
+    base = peak_scale(groups, scheme)
+    for factor in (f for f in factors if f > 0 or scheme.num_bits == 4):
         yield safe_scale(base * factor), None
 
 

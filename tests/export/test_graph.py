@@ -349,3 +349,50 @@ def test_audit_names_a_feature_that_left_no_trace(artifact_of, checkpoint_of, mo
 
 def test_settings_table_names_every_target():
     assert set(graph_module.TARGETS) == set(optkit.recipe.TARGETS)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_a_scaled_embedding_keeps_its_factor_when_quantized(artifact_of, scheme):
+    """gemma multiplies the embedding by sqrt(hidden); its tied head does not."""
+    assert (
+        max(read_manifest(artifact_of("gemma2", scheme, (("group_size", 32),))).facts["verified"]["logit_error"].values())
+        < EXPORT_ERROR
+    )
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_tensorrt_gets_what_its_lint_accepts(artifact_of, scheme):
+    """INT8 scales must be positive there, and the embedding is not quantized."""
+    artifact = artifact_of("llama_tied", scheme, (("group_size", 32),), target="tensorrt", dtype="fp16", max_seq_len=64)
+    found = kinds(artifact)
+    assert found["DequantizeLinear"] == 9
+    assert found["TensorScatter"] == 4
+    assert found["Attention"] == 2
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [48, 36])
+def test_a_scale_per_channel_becomes_blocks_the_kernels_take(checkpoint_of, tmp_path, symmetric, size):
+    """MatMulNBits takes blocks of a power of two: 48 inputs are three blocks of 16, 36 are padded to two of 32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=size, intermediate_size=size, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=96, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=size == 48,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    embedding = "same" if size == 48 else "keep"
+    section = {"scheme": "w8a16", "group_size": "channel", "symmetric": symmetric, "embedding": embedding}
+    if size == 36:
+        section["tied"] = "untie"
+    quantized = optkit.quantize(tmp_path / "model", section, tmp_path / "quantized")
+    artifact = optkit.export(quantized, None, tmp_path / "artifact")
+    blocks = {
+        attribute.i
+        for node in onnx.load(artifact / "model.onnx", load_external_data=False).graph.node
+        for attribute in node.attribute
+        if attribute.name == "block_size"
+    }
+    assert blocks == ({16, 32} if size == 48 else {32})  # o_proj has 32 inputs
+    assert max(read_manifest(artifact).facts["verified"]["logit_error"].values()) < EXPORT_ERROR

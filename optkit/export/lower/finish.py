@@ -102,6 +102,7 @@ def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
     """The clean-ups of target ``ort`` in their order."""
     passes.move_simplified_norm(model)
     tied = start(model, spec, weights)
+    passes.legal_blocks(model.graph)
     passes.transpose_linears(model.graph, tied)
     passes.spread_zero_points(model.graph)
     cancel(model)

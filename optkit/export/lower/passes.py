@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from optkit import io_spec, packing
+from optkit.errors import UnsupportedError
 from optkit.export.lower.contrib import initializer, lazy
 from optkit.io_spec import GraphSpec
 
@@ -175,6 +176,72 @@ def transpose_linears(graph: ir.Graph, tied: set[str]) -> int:
         del graph.initializers[str(weight.name)]
         count += 1
     return count
+
+
+def legal_blocks(graph: ir.Graph) -> int:
+    """One scale per output channel -> blocks of a size the kernels take (a power of two from 16), each with the channel's
+    scale.
+
+    Inputs that no such size divides are padded with codes at the zero point, which contribute nothing.
+    """
+    done: dict[int, ir.Value] = {}
+    count = 0
+    for node in list(graph):
+        if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
+            continue
+        size, bits = node.attributes["block_size"].as_int(), node.attributes["bits"].as_int()
+        if size >= 16 and size & (size - 1) == 0:
+            continue
+        block = next((b for b in (256, 128, 64, 32, 16) if size % b == 0), 32)
+        linear = node.op_type == "MatMulNBits"
+        if not linear and size % block:
+            raise UnsupportedError(f"an embedding of width {size} with one scale per row: use a group size for it")
+        scale = node.inputs[2]
+        if not linear and scale is not None and (unsqueeze := scale.producer()) is not None:
+            scale = unsqueeze.inputs[0]
+        zeros = node.inputs[3] if len(node.inputs) > 3 else None
+        for value, change in ((node.inputs[0 + linear], "codes"), (scale, "scale"), (zeros, "zeros")):
+            if value is not None and id(value) not in done and value.const_value is not None:
+                new = _in_blocks(graph, value, change, size, block, bits, zeros)
+                done[id(value)] = done[id(new)] = new
+                value.replace_all_uses_with(new)
+        node.attributes["block_size"] = ir.AttrInt64("block_size", block)
+        count += 1
+    return count
+
+
+def _in_blocks(
+    graph: ir.Graph, value: ir.Value, kind: str, size: int, block: int, bits: int, zeros: ir.Value | None
+) -> ir.Value:
+    """The constant ``value`` of a matrix with one group of ``size`` inputs, for blocks of ``block``."""
+    data: Any = value.const_value
+    rows, blocks = int(data.shape[0]), -(-size // block)
+    packed_zeros: Any = None if zeros is None else zeros.const_value
+
+    def codes() -> Any:
+        unpacked = packing.unpack_nbits(data.numpy(), bits, size)
+        if size % block:
+            short = blocks * block - size
+            if packed_zeros is None:
+                fill = np.full((rows, 1), 1 << (bits - 1), np.uint8)
+            else:
+                fill = packing.unpack_bytes(packed_zeros.numpy(), bits, 1)
+            unpacked = np.concatenate([unpacked, np.broadcast_to(fill, (rows, short))], 1)
+        return packing.pack_nbits(np.ascontiguousarray(unpacked), bits, block)
+
+    def repeated() -> Any:
+        return np.repeat(data.numpy().reshape(rows, 1), blocks, 1).reshape(rows, blocks, *[1] * (data.shape.rank() - 2))
+
+    def repeated_zeros() -> Any:
+        return packing.pack_bytes(np.repeat(packing.unpack_bytes(data.numpy(), bits, 1), blocks, 1), bits)
+
+    make, shape, dtype = {
+        "codes": (codes, (rows, blocks, block * bits // 8), ir.DataType.UINT8),
+        "scale": (repeated, (rows, blocks, *[1] * (data.shape.rank() - 2)), data.dtype),  # of a lookup: [V, G, 1]
+        "zeros": (repeated_zeros, (rows, -(-blocks * bits // 8)), ir.DataType.UINT8),
+    }[kind]
+    name = f"{value.name}.blocks"
+    return initializer(graph, name, lazy(make, dtype, shape, name))
 
 
 def spread_zero_points(graph: ir.Graph) -> int:
