@@ -192,8 +192,8 @@ class TensorStore:
 class ShardWriter:
     """Writes safetensors shards into ``directory`` as tensors come; holds one shard at most (or one larger tensor)."""
 
-    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.directory, self.shard_bytes = directory, shard_bytes
+    def __init__(self, directory: Path, shard_bytes: int | None = None) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes or SHARD_BYTES
         self.total = 0
         self._size = 0
         self._pending: dict[str, Tensor] = {}
@@ -233,8 +233,8 @@ class ShardWriter:
         return files
 
 
-def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Writes ``tensors`` with a :class:`ShardWriter`; returns the names of the safetensors files."""
+def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None = None) -> list[str]:
+    """Writes ``tensors`` with a :class:`ShardWriter` (:data:`SHARD_BYTES` each); returns the names of the safetensors files."""
     writer = ShardWriter(directory, shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)

@@ -20,7 +20,7 @@ from optkit import manifest
 from optkit.checkpoint.affine import QuantizedWeight, dequantize, row_parts
 from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.checkpoint.store import quantization_config
-from optkit.errors import RecipeError, UnsupportedError, UsageError
+from optkit.errors import RecipeError, UnsupportedError, UsageError, VerificationError
 from optkit.quantize.plan import Plan, make_plan
 from optkit.quantize.rtn import CHUNK, Rtn
 from optkit.quantize.write import Writer
@@ -70,6 +70,7 @@ def quantize(
         UsageError: a group size does not divide (names every layer), policies contradict each other, no ``out_dir``.
         UnsupportedError: a method that is not available, or a checkpoint that is quantized already.
         StorageError: disk full or not writable; nothing is left behind.
+        VerificationError: a method gave an answer that cannot be right.
     """
     section = resolve(recipe, options)
     if out_dir is None:
@@ -126,10 +127,22 @@ def write_modules(plan: Plan, solver: Rtn, writer: Writer, report: Progress) -> 
     for module in plan.schemes:
         report("quantizing", len(errors), len(plan.schemes))
         quantized = solver.quantize(module)
+        check(module, quantized, plan)
         errors[module] = weight_error(solver.target(module), quantized)
         writer.quantized(module, quantized)
     report("quantizing", len(errors), len(plan.schemes))
     return errors
+
+
+def check(module: str, quantized: QuantizedWeight, plan: Plan) -> None:
+    """Raises VerificationError if a method's answer is not what the plan says, or would not compute."""
+    if quantized.scheme != plan.schemes[module]:
+        wanted = plan.schemes[module].describe()
+        raise VerificationError(f"{module}: was quantized as {quantized.scheme.describe()}, and the plan says {wanted}")
+    if tuple(quantized.codes.shape) != plan.shapes[module]:
+        raise VerificationError(f"{module}: came back as {list(quantized.codes.shape)}, and is {list(plan.shapes[module])}")
+    if not bool((quantized.scale.isfinite() & (quantized.scale != 0)).all()):
+        raise VerificationError(f"{module}: has a scale that is zero, NaN or infinite")
 
 
 def weight_error(weight: torch.Tensor, quantized: QuantizedWeight) -> dict[str, float]:

@@ -1,8 +1,15 @@
 """The quantize stage: what it writes is what transformers reads, on every policy and architecture; bad input leaves nothing."""
 
+import dataclasses
 import errno
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +23,11 @@ from optkit.checkpoint.affine import dequantize
 from optkit.checkpoint.model import linears, open_checkpoint, quiet
 from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
 from optkit.checkpoint.store import CODES_NAME, INDEX_NAME, SINGLE_NAME
-from optkit.errors import CheckpointError, RecipeError, StorageError, UnsupportedError, UsageError
+from optkit.errors import CheckpointError, RecipeError, StorageError, UnsupportedError, UsageError, VerificationError
 from optkit.quantize import run as stage
+from optkit.quantize.rtn import Rtn
 from optkit.recipe import QuantizeRecipe
+from optkit.scheme import QuantScheme
 from tests import tiny
 
 IDS = torch.tensor([[1, 5, 9, 77, 3, 100, 42], [7, 7, 8, 9, 10, 11, 12]])
@@ -358,7 +367,6 @@ def test_many_small_shards_in_and_out(tmp_path, monkeypatch):
     (source / SINGLE_NAME).unlink()
     store.write_shards(source, stored.items(), 30_000)
     monkeypatch.setattr(store, "SHARD_BYTES", 20_000)
-    monkeypatch.setattr(store.ShardWriter.__init__, "__defaults__", (20_000,))
     checkpoint = open_checkpoint(optkit.quantize(source, out_dir=tmp_path / "out"))
     assert (checkpoint.directory / INDEX_NAME).is_file()
     assert torch.equal(logits(transformers_model(checkpoint.directory)), logits(checkpoint.load()))
@@ -436,6 +444,108 @@ def test_weights_that_are_not_finite_are_refused_by_layer(tmp_path):
     with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.up_proj: has weights that are NaN"):
         optkit.quantize(source, out_dir=tmp_path / "out", group_size=32)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": math.nan}, "scale that is zero, NaN or infinite"),
+        ({"scale": 0.0}, "scale that is zero, NaN or infinite"),
+        ({"scheme": QuantScheme(8, group_size=32)}, "was quantized as w8a16 g32 sym, and the plan says w4a16 g32 sym"),
+    ],
+)
+def test_a_method_whose_answer_cannot_be_right_is_caught(tmp_path, monkeypatch, change, message):
+    """Model-Optimizer#20, llm-compressor#1928: scales that were never set."""
+    honest = Rtn.quantize
+
+    def wrong(self, module):
+        quantized = honest(self, module)
+        if "scale" in change:
+            quantized.scale[3, 1] = change["scale"]
+            return quantized
+        return dataclasses.replace(quantized, **change)
+
+    monkeypatch.setattr(Rtn, "quantize", wrong)
+    with pytest.raises(VerificationError, match=message):
+        made(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+# memory and sudden death
+
+
+BIG = """
+import json, os, resource, signal, sys, pathlib
+import torch
+import optkit
+from optkit.checkpoint import store
+from optkit.checkpoint.model import open_checkpoint
+
+source, out, die_at = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+store.SHARD_BYTES = 16 << 20
+
+def progress(text, done=None, total=None):
+    if die_at and done == die_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+checkpoint = open_checkpoint(source)
+checkpoint.skeleton()
+before = peak()
+optkit.quantize(checkpoint, None, out, progress, scale_search="minmax")
+print(json.dumps({"before": before, "after": peak()}))
+"""
+
+
+def big_checkpoint(directory, layers=20, hidden=768):
+    """A llama of about 220 MB in float16, in shards, without ever holding it."""
+    directory.mkdir()
+    config = tiny.config("llama_tied").to_dict()
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": 12}
+    config.update(
+        sizes, num_key_value_heads=12, head_dim=64, vocab_size=4096, architectures=["LlamaForCausalLM"], dtype="float16"
+    )
+    (directory / "config.json").write_text(json.dumps(config))
+    skeleton = open_empty(directory)
+    generator = torch.Generator().manual_seed(0)
+
+    def stream():
+        for name, parameter in skeleton.named_parameters():
+            yield name, 0.05 * torch.randn(parameter.shape, generator=generator).half()
+
+    (directory / SINGLE_NAME).unlink()
+    store.write_shards(directory, stream(), 32 << 20)
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 2**20
+
+
+def open_empty(directory):
+    save_file({}, directory / SINGLE_NAME)
+    return open_checkpoint(directory).skeleton()
+
+
+def run_big(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(Path(optkit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", BIG, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_memory_does_not_grow_with_the_model_and_a_killed_run_is_run_again(tmp_path):
+    """llm-compressor#1119, #1183, optimum#852: out of memory, and hours of work lost with the process."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    size = big_checkpoint(source)
+    assert size > 180
+    killed = run_big(source, out, 60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert len(list(tmp_path.glob(".out.tmp-*"))) == 1
+    finished = run_big(source, out, 0)
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    memory = json.loads(finished.stdout)
+    largest = 4096 * 768 * 4 / 2**20  # the embedding in float32, MB
+    assert memory["after"] - memory["before"] < 2 * 16 + 3 * largest + 45 < size / 2
 
 
 # how it is called
