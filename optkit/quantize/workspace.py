@@ -1,6 +1,6 @@
 """Finished blocks on disk, so that a killed run goes on where it stopped.
 
-One safetensors file for each block, written beside and renamed, in a directory whose name is a digest of everything the result
+One directory for each block, written beside and renamed, in a work directory whose name is a digest of everything the result
 depends on: weights, tokens, schemes, options, versions, thread count (sums differ in their last bits with it). Another model,
 recipe or library never meets the files of this one.
 """
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit import manifest
 from optkit.checkpoint.affine import QuantizedWeight
 from optkit.checkpoint.files import cache_directory
+from optkit.checkpoint.store import TensorStore, write_shards
 from optkit.errors import storage_errors
 from optkit.scheme import scheme_from_dict
 
+FACTS = "facts.json"
 LEAVES = ("codes", "scale", "zero", "input")
 
 
@@ -61,23 +61,25 @@ class Workspace:
         with storage_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def _path(self, name: str) -> Path:
-        return self.directory / f"{name}.safetensors"
-
     def save(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        path = self._path(name)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        with storage_errors(path):
-            save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"facts": json.dumps(facts)})
-            os.replace(partial, path)
+        """Keeps ``tensors`` and ``facts``, complete or not at all."""
+        final, partial = self.directory / name, self.directory / f"{name}.{os.getpid()}.tmp"
+        with storage_errors(final):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_shards(partial, tensors.items())
+            (partial / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        path = self._path(name)
-        if not path.is_file():
+        """What was kept under ``name``, or ``None``."""
+        path = self.directory / name
+        if not path.is_dir():
             return None
-        with safe_open(path, framework="pt") as handle:
-            facts = json.loads(handle.metadata()["facts"])
-        return load_file(path), facts
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        store = TensorStore.open(path) if any(path.glob("*.safetensors")) else None
+        return {} if store is None else {key: store.get(key) for key in store.names()}, facts
 
     def save_block(self, index: int, result: BlockResult) -> None:
         tensors: dict[str, Tensor] = {}
