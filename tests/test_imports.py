@@ -33,6 +33,7 @@ EXTRA: dict[str, set[str]] = {
     "checkpoint/model.py": {"transformers"},
     "export/hooks.py": {"transformers"},
     "export/verify.py": {"runtime", "onnxruntime"},
+    "export/segments.py": {"onnxruntime"},
     "export/state_hooks.py": {"transformers"},
     "runtime/backends/ort.py": {"onnxruntime"},
     "runtime/backends/torch_ref.py": {"torch", "checkpoint"},

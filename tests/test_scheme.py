@@ -51,7 +51,6 @@ def test_descriptions_tell_schemes_apart():
         *PRESETS.values(),
         QuantScheme(4, symmetric=False, group_size=32),
         QuantScheme(4, group_size=64),
-        QuantScheme(8, group_size=None),
         QuantScheme(8, activation_bits=8, dynamic_activations=False),
     ]
     assert len({scheme.describe() for scheme in schemes}) == len(schemes)
