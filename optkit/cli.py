@@ -140,6 +140,11 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
     type=click.IntRange(0, 4),
     help="Of ONNX Runtime's 4-bit products: 1 computes in fp32, 4 in int8.  [default: 4]",
 )
+@click.option(
+    "--sensitive-accuracy-level",
+    type=click.IntRange(0, 4),
+    help="The same for the products that feed attention and the logits.  [default: 1]",
+)
 @click.option("--chunks", is_flag=True, default=None, help="Also write the graph for continuous batching (target ort).")
 @click.option("--build", is_flag=True, default=None, help="Also build the engine (target tensorrt).")
 @click.option("--build-only", is_flag=True, help="MODEL is an exported artifact: only build its engine.")

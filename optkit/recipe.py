@@ -110,6 +110,7 @@ class ExportRecipe:
     dtype: of activations, caches and unquantized weights.
     max_seq_len: positions the artifact supports; empty takes the model's own, at most 8192.
     accuracy_level: of ORT's MatMulNBits: 1 computes in fp32, 4 rounds activations to int8 per block (faster).
+    sensitive_accuracy_level: of those that feed attention and the logits; see export/lower/accuracy.py for what each gives.
     chunks: also write the graph variant with per-row query lengths (target ``ort``).
     build: (target ``tensorrt``) also build the engine, with ``flavour`` ``tensorrt_rtx`` (no GPU needed) or ``tensorrt``.
     compute_capabilities: (``tensorrt_rtx``) what to compile for, such as 8.6, 8.9, 12.0; empty takes the library's portable
@@ -121,6 +122,7 @@ class ExportRecipe:
     dtype: str = "fp32"
     max_seq_len: int | None = None
     accuracy_level: int = 4
+    sensitive_accuracy_level: int = 1
     opset: int | None = None
     chunks: bool = False
     build: bool = False
@@ -136,6 +138,7 @@ class ExportRecipe:
             raise RecipeError("export.max_batch and export.max_prefill are at least 1")
         _one_of("export.dtype", self.dtype, DTYPES)
         _one_of("export.accuracy_level", self.accuracy_level, (0, 1, 2, 3, 4))
+        _one_of("export.sensitive_accuracy_level", self.sensitive_accuracy_level, (0, 1, 2, 3, 4))
         if self.max_seq_len is not None and self.max_seq_len < 1:
             raise RecipeError(f"export.max_seq_len {self.max_seq_len}: at least 1")
 

@@ -18,7 +18,7 @@ from optkit.errors import UnsupportedError, UsageError, VerificationError
 from optkit.export import ranges, trace
 from optkit.export.audit import audit
 from optkit.export.lint import lint, raise_errors
-from optkit.export.lower import finish, ort
+from optkit.export.lower import accuracy, finish, ort
 from optkit.export.lower import onnx as standard
 from optkit.export.lower.translate import translate
 from optkit.export.verify import smoke_prompt, verify_onnx
@@ -167,6 +167,8 @@ def build_graph(
     table = target.table(opset, prepared.spec.layout, settings.accuracy_level).table()
     model = translate(program, table, opset, trace.input_names(prepared.spec), trace.output_names(prepared.spec))
     target.finish(model, prepared.spec, weights)
+    if settings.target == "ort" and settings.sensitive_accuracy_level != settings.accuracy_level:
+        accuracy.set_sensitive(model, settings.sensitive_accuracy_level)
     return Built(model, prepared)
 
 
