@@ -4,9 +4,10 @@
 g]`` where ``g = I / G``; scales ``[O, G]`` float, zero points ``[O, G]`` uint8 or ``None`` for the fixed mid-range one. All
 functions compute in float32 and are pure.
 
-Symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 2**(b-1)`` maps
-``m`` to code 0 and uses all ``2**b`` codes; ``amax / (2**(b-1) - 1)`` would leave one unused and costs about 13 % more squared
-error at 4 bits. A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as NaN.
+4-bit symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 8`` maps
+``m`` to code 0 and uses all 16 codes; ``amax / 7`` would leave one unused and costs about 13 % more squared error. 8-bit ones
+are positive, ``amax / 127``. A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as
+NaN.
 
 Scales are stored as float16 with 8 significant bits, and codes are chosen for the stored value. 8 bits are what bfloat16 has,
 so a scale is the same number in float32, float16 and bfloat16; and a symmetric 4-bit weight (a multiple of the scale by at most
@@ -70,8 +71,10 @@ def signed_peak(groups: Tensor) -> Tensor:
 
 
 def peak_scale(groups: Tensor, scheme: QuantScheme) -> Tensor:
-    """Symmetric scale of each group ``[O, G]``: at 4 bits signed, so that all 16 codes are used; at 8 bits positive (one code
-    of 256 is worth little, and TensorRT takes no negative INT8 scales)."""
+    """Symmetric scale of each group, ``[O, G]``: at 4 bits signed, so that all 16 codes are used; at 8 bits positive.
+
+    One code of 256 is worth little, and TensorRT takes no negative INT8 scales.
+    """
     if scheme.num_bits == 8:
         return groups.abs().amax(-1) / (scheme.zero_point - 1)
     return signed_peak(groups) / -scheme.zero_point

@@ -9,7 +9,7 @@ tensor by tensor, so ``tensor_for`` gives the layout that runs.
 Modules stored quantized become :class:`QuantLinear` / :class:`QuantEmbedding`, packed codes in, packed codes out. How a
 quantized embedding, and one that is one tensor with lm_head, is stored is told in docs/quantized-checkpoint.md.
 
-This is one of two files that import transformers.
+Besides the hooks of ``export`` this is the only file that imports transformers.
 """
 
 from __future__ import annotations

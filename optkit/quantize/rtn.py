@@ -1,16 +1,15 @@
 """Round to nearest, with a search for the scale of each group.
 
-A group of weights ``w`` gets a scale ``s`` and zero point ``z`` and each weight the nearest code. The range gives a first ``(s,
-z)`` (affine.py: the signed peak on code 0, or min and max). ``search="mse"`` tries others around it and keeps, for each group
+A group of weights ``w`` gets a scale ``s`` and zero point ``z``, and each weight the nearest code. The range gives a first pair
+(affine.py: the peak on the end of the grid, or min and max). ``search="mse"`` tries others around it and keeps, for each group
 by itself, the one with the least weighted squared error ``sum_i h_i (w_i - q_i)²``. Scales are tried as they will be stored,
 and the range's own is among them, so no group gets worse than without the search.
 
 With ``statistics`` ``h`` is the mean square of each input, ``diag(H)`` in the notation of GPTQ (Frantar et al. 2022): the error
 of the layer's output, were inputs uncorrelated. Tried are
 
-* symmetric: ``f`` times the range's scale, for ``f`` of both signs (peak on code 0, or on the last code), then the
-  least-squares
-  scale of the codes found, ``s = <w, c>_h / <c, c>_h``, and the nearest codes for that.
+* symmetric: ``f`` times the range's scale, at 4 bits for ``f`` of both signs (peak on code 0, or on the last code), then the
+  least-squares scale of the codes found, ``s = <w, c>_h / <c, c>_h``, and the nearest codes for that.
 * asymmetric: a narrower range around its centre, each with the zero points one up and one down, then the least-squares scale.
 
 Without, nothing tells which weights may be clipped, and clipping the wrong ones is worse than the error says. On SmolLM2-135M
