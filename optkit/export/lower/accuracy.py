@@ -4,7 +4,8 @@ ONNX Runtime's ``MatMulNBits`` at accuracy level 4 rounds activations to int8 pe
 another source of error beside the weights. Measured on SmolLM2-135M w4a16 g32, KL from the same weights in float32, 1,536
 positions of speeches: all products at level 4 0.0032 nats (asymmetric 0.0035); with the head at level 1 0.0024 (0.0027);
 with the projections of attention 0.0023 (0.0025); asymmetric with both 0.0017. gate and up together give as much as either
-for three times the weights of the projections; down and o give little. So the head and what feeds attention, a third of the weights, are kept at another level.
+for three times the weights of the projections; down and o give little. So the head and what feeds attention, a third of
+the weights, are kept at another level.
 
 They are found in the graph: the head makes the logits; attention's inputs are followed back through operators that only
 move or turn values.
