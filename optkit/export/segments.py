@@ -34,7 +34,7 @@ class SegmentedSession:
     """``run(outputs, feeds)`` like an ``InferenceSession``; ``model`` is a graph whose external data lies in ``folder``."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path, budget: int = BUDGET) -> None:
-        self.model, self.folder = model, folder
+        self.model, self.folder, self.budget = model, folder, budget
         self.segments = cut(model.graph, budget)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
@@ -51,6 +51,9 @@ class SegmentedSession:
         return [values[name] for name in outputs]
 
     def _run(self, segment: Segment, values: Mapping[str, Any]) -> list[Any]:
+        if self._is_large_product(segment):
+            return [self._product(segment, values)]
+
         def described(name: str) -> onnx.ValueInfoProto:
             array = np.asarray(values[name])
             return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim)
@@ -71,6 +74,25 @@ class SegmentedSession:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return list(session.run(segment.gives, {name: values[name] for name in segment.needs}))
 
+    def _is_large_product(self, segment: Segment) -> bool:
+        if len(segment.nodes) != 1 or segment.nodes[0].op_type != "MatMul" or not segment.constants:
+            return False
+        weight = segment.constants[0]
+        return weight.data_type == onnx.TensorProto.FLOAT16 and tensor_bytes(weight) > self.budget
+
+    def _product(self, segment: Segment, values: Mapping[str, Any]) -> Any:
+        """``x @ W`` for a float16 ``W [I, O]`` of more than the budget, some columns at a time, summed in float32 as ONNX
+        Runtime does on the CPU; it would convert all of ``W`` first."""
+        weight, (x,) = segment.constants[0], (values[name] for name in segment.needs)
+        entries = {entry.key: entry.value for entry in weight.external_data}
+        rows, columns = weight.dims
+        path, offset = self.folder / entries["location"], int(entries.get("offset", 0))
+        table = np.memmap(path, np.float16, "r", offset, (rows, columns))
+        wide = x.astype(np.float32)
+        step = max(1, self.budget // (8 * rows))
+        parts = [wide @ table[:, start : start + step].astype(np.float32) for start in range(0, columns, step)]
+        return np.concatenate(parts, -1).astype(x.dtype)
+
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:
     """Of the data, whether it is here or in the external file."""
@@ -90,7 +112,7 @@ def cut(graph: onnx.GraphProto, budget: int) -> list[Segment]:
     for node in graph.node:
         fresh = {name for name in node.input if name in constants} - held
         added = sum(tensor_bytes(constants[name]) for name in fresh)
-        if pieces[-1] and size + added > budget:
+        if pieces[-1] and (size + added > budget or size > budget):
             pieces.append([])
             held, size = set(), 0
             fresh = {name for name in node.input if name in constants}
