@@ -86,6 +86,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     """
     path = files.locate(model)
     directory = convert_gguf(path) if path.is_file() else path
+    inside = sorted(directory.glob("*.gguf"))
+    if inside and not (directory / files.CONFIG).is_file():
+        raise CheckpointError(f"{directory}: no {files.CONFIG} here; for the GGUF file give its own path: {inside[0]}")
     raw = files.read_json(directory / files.CONFIG)
     tensors = TensorStore.open(directory)
     stored = raw.get("quantization_config")

@@ -9,7 +9,7 @@ tensor is an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optkit.checkpoint.model import Checkpoint, linears, lm_modules
@@ -79,34 +79,40 @@ def make_plan(checkpoint: Checkpoint, recipe: QuantizeRecipe) -> Plan:
     if not schemes:
         raise UsageError("nothing is left to quantize: ignore, lm_head and embedding keep every layer in floating point")
     check_group_sizes(shapes, schemes)
-    _check_combination(schemes)
+    _check_combination(shapes, schemes)
     shared = embedding in schemes and tied == "share"
     floating = tuple(name for name in shapes if name not in schemes and not (shared and name == head))
     return Plan(shapes, schemes, embedding, head, "keep" if tied == "share" and not shared else tied, floating)
 
 
 def _embedding_schemes(recipe: QuantizeRecipe, embedding: str, head: str, tied: str) -> dict[str, QuantScheme]:
-    parts = {embedding: recipe.part(recipe.embedding), head: recipe.part(recipe.lm_head)}
+    """Schemes of embedding and head. An embedding has no activations: of w8a8 it takes the weights' part, and so does what is
+    one tensor with it."""
+    parts = {embedding: _weights_only(recipe.part(recipe.embedding)), head: recipe.part(recipe.lm_head)}
     if tied == "keep":
         return {}
     if tied == "share":
-        if parts[embedding] != parts[head]:
+        if parts[embedding] != _weights_only(parts[head]):
             raise UsageError(
                 f"tied: share makes embedding and lm_head one tensor, and lm_head ({recipe.lm_head}) and embedding "
                 f"({recipe.embedding}) ask for different ones: set both alike, or tied: untie"
             )
         del parts[head]
-    weights_only = {name: scheme for name, scheme in parts.items() if scheme is not None}
-    if embedding in weights_only and weights_only[embedding].activation_bits == 8:
-        raise UsageError(
-            "an embedding has no activations to quantize: give embedding a weight-only scheme (int8, w4a16) or keep"
-        )
-    return weights_only
+    return {name: scheme for name, scheme in parts.items() if scheme is not None}
 
 
-def _check_combination(schemes: dict[str, QuantScheme]) -> None:
-    """8-bit activations beside zero points have no place in the stored format (docs/quantized-checkpoint.md)."""
+def _weights_only(scheme: QuantScheme | None) -> QuantScheme | None:
+    return None if scheme is None else replace(scheme, activation_bits=16, dynamic_activations=True)
+
+
+def _check_combination(shapes: dict[str, tuple[int, int]], schemes: dict[str, QuantScheme]) -> None:
+    """Refuses what has no place in the stored format (docs/quantized-checkpoint.md)."""
     if any(s.activation_bits == 8 for s in schemes.values()) and not all(s.symmetric for s in schemes.values()):
         raise UsageError(
             "8-bit activations (w8a8) and asymmetric weights cannot be stored in one checkpoint: use symmetric: true"
+        )
+    odd = [name for name, scheme in schemes.items() if scheme.num_bits == 4 and shapes[name][1] % 2]
+    if odd:
+        raise UsageError(
+            f"4-bit weights need an even number of inputs, which {', '.join(odd)} have not: ignore them or use int8"
         )

@@ -373,6 +373,11 @@ def test_a_gguf_file_is_converted_once_into_a_plain_directory(gguf_file, monkeyp
     assert torch.equal(logits(again.load(), torch.tensor([[1, 2, 3]])), first)
 
 
+def test_a_directory_with_only_a_gguf_file_says_to_name_the_file(gguf_file):
+    with pytest.raises(CheckpointError, match=r"give its own path: .*model\.gguf"):
+        open_checkpoint(gguf_file.parent)
+
+
 def test_a_gguf_that_is_cut_or_is_not_one_is_one_line_and_leaves_nothing(gguf_file, tmp_path, cache):
     data = gguf_file.read_bytes()
     for name, content in {"cut": data[: len(data) // 2], "short": data[:100], "other": b"PK" + data}.items():

@@ -73,7 +73,8 @@ SCHEMES = {
     "w8a16 g32": {"scheme": "w8a16", "group_size": 32},
     "w8a16 g32 asym": {"scheme": "w8a16", "group_size": 32, "symmetric": False},
     "w8a16 channel": {"scheme": "int8", "group_size": "channel"},
-    "w8a8": {"scheme": "w8a8", "group_size": None, "embedding": "keep", "lm_head": "keep"},
+    "w8a8": {"scheme": "w8a8", "group_size": None},
+    "w8a8 with floating ends": {"scheme": "w8a8", "group_size": None, "embedding": "keep", "lm_head": "keep"},
     "int4 body, dynamic int8 head": {"lm_head": "w8a8", "embedding": "keep"},
     "int4 body, int8 head": {"lm_head": "w8a16", "model": WIDE},
     "asymmetric body, symmetric head": {"symmetric": False, "lm_head": "w8a16", "model": WIDE},
@@ -309,9 +310,18 @@ def test_eight_bit_activations_beside_zero_points_are_refused(tmp_path):
         made(tmp_path, symmetric=False, lm_head="w8a8")
 
 
-def test_an_embedding_with_activations_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="an embedding has no activations"):
-        made(tmp_path, scheme="w8a8", group_size=None)
+def test_an_odd_number_of_inputs_does_not_pack_into_nibbles(tmp_path):
+    with pytest.raises(UsageError, match=r"layers\.0\.mlp\.down_proj.*even number|even number.*layers\.0\.mlp\.down_proj"):
+        made(tmp_path, model={"intermediate_size": 77}, group_size="channel")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_an_embedding_has_no_activations_to_quantize_and_takes_the_weights_part(tmp_path, name):
+    _, checkpoint = made(tmp_path, name, scheme="w8a8", group_size=None)
+    assert checkpoint.quantization[EMBEDDING] == QuantScheme(8, group_size=None)
+    assert checkpoint.quantization["lm_head"].activation_bits == (16 if name == "llama_tied" else 8)
+    assert checkpoint.quantization["model.layers.0.mlp.up_proj"].activation_bits == 8
+    assert torch.equal(logits(transformers_model(checkpoint.directory)), logits(checkpoint.load()))
 
 
 # the directory
@@ -475,7 +485,7 @@ def test_a_method_whose_answer_cannot_be_right_is_caught(tmp_path, monkeypatch, 
 
 
 BIG = """
-import json, os, resource, signal, sys, pathlib
+import json, os, signal, sys, pathlib
 import torch
 import optkit
 from optkit.checkpoint import store
@@ -488,8 +498,9 @@ def progress(text, done=None, total=None):
     if die_at and done == die_at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak():  # not getrusage, whose maximum a child inherits from the process that started it
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 checkpoint = open_checkpoint(source)
 checkpoint.skeleton()
@@ -527,6 +538,7 @@ def open_empty(directory):
 
 def run_big(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(Path(optkit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves: measures what is held, not glibc's fragmentation
     command = [sys.executable, "-W", "ignore", "-c", BIG, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -545,7 +557,7 @@ def test_memory_does_not_grow_with_the_model_and_a_killed_run_is_run_again(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     memory = json.loads(finished.stdout)
     largest = 4096 * 768 * 4 / 2**20  # the embedding in float32, MB
-    assert memory["after"] - memory["before"] < 2 * 16 + 3 * largest + 45 < size / 2
+    assert memory["after"] - memory["before"] < 2 * 16 + 3 * largest < size / 2  # measured: 39
 
 
 # how it is called
