@@ -99,7 +99,7 @@ def main() -> None:
         count = sum(torch.Size(store.shape(name)).numel() for name in store.names())
         largest = max(torch.Size(store.shape(name)).numel() for name in store.names()) * 2
         print(
-            f"{count / 1e9:.2f} B parameters, largest tensor {largest / 1e9:.2f} GB, written in {time.monotonic() - start:.0f} s"
+            f"{count / 1e9:.2f} B parameters, largest tensor {largest / 1e9:.2f} GB, took {time.monotonic() - start:.0f} s"
         )
         source, limit = root / "checkpoint", LIMIT_BASE + 2 * largest
         if options.scheme:
