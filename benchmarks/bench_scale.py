@@ -98,9 +98,7 @@ def main() -> None:
         store = TensorStore.open(root / "checkpoint")
         count = sum(torch.Size(store.shape(name)).numel() for name in store.names())
         largest = max(torch.Size(store.shape(name)).numel() for name in store.names()) * 2
-        print(
-            f"{count / 1e9:.2f} B parameters, largest tensor {largest / 1e9:.2f} GB, took {time.monotonic() - start:.0f} s"
-        )
+        print(f"{count / 1e9:.2f} B parameters, largest tensor {largest / 1e9:.2f} GB, took {time.monotonic() - start:.0f} s")
         source, limit = root / "checkpoint", LIMIT_BASE + 2 * largest
         if options.scheme:
             found = measured("quantize", str(source), str(root / "quantized"), options.scheme)
