@@ -201,9 +201,18 @@ def staged_directory(out_dir: str | Path) -> Iterator[Path]:
             yield staging
             if not (staging / FILE_NAME).is_file():
                 raise StorageError(f"{out}: the stage ended without writing {FILE_NAME}")
+            _readable(staging)
             replace_directory(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _readable(directory: Path) -> None:
+    """Gives files and folders the permissions new ones have here; some libraries write files only their owner can read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in directory.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def replace_directory(new: Path, old: Path) -> None:

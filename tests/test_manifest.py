@@ -171,3 +171,13 @@ def test_digests_follow_content_and_names_and_nothing_else(tmp_path):
     assert digests[0] == digests[1]
     (tmp_path / "two" / "x").rename(tmp_path / "two" / "y")
     assert manifest.tree_digest([tmp_path / "two" / "y"], tmp_path / "two") != digests[0]
+
+
+def test_files_are_readable_by_others_whatever_the_library_that_wrote_them(tmp_path):
+    """safetensors writes 0600; a service under another user must read the artifact."""
+    out = tmp_path / "out"
+    with manifest.staged_directory(out) as staging:
+        (staging / "private").write_text("x")
+        (staging / "private").chmod(0o600)
+        (staging / manifest.FILE_NAME).write_text("{}")
+    assert (out / "private").stat().st_mode & 0o777 == (out / manifest.FILE_NAME).stat().st_mode & 0o777
