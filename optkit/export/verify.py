@@ -34,24 +34,30 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 WHOLE_BYTES = 1 << 30
 
 
-def weight_bytes(path: Path) -> int:
-    """Of the graph's constants."""
-    return sum(tensor_bytes(t) for t in onnx.load(str(path), load_external_data=False).graph.initializer)
-
-
 def open_exact(path: Path) -> Any:
     """A CPU session over the file with every quantized matmul computing in float32."""
+    return open_graph(path, exact=True)
+
+
+def open_graph(path: Path, exact: bool) -> Any:
+    """A CPU session over the file, as it ships or ``exact``; one that runs piece by piece where the weights are many.
+
+    Raises:
+        VerificationError: ONNX Runtime does not load it.
+    """
     model = onnx.load(str(path), load_external_data=False)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = min(attribute.i, 1)
+    if exact:
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "accuracy_level":
+                    attribute.i = min(attribute.i, 1)
     if sum(tensor_bytes(t) for t in model.graph.initializer) > WHOLE_BYTES:
         return SegmentedSession(model, path.parent)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    if exact:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     try:
         return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -158,13 +164,9 @@ def verify_onnx(path: Path, spec: GraphSpec, reference: Reference, dtype: torch.
 def smoke_prompt(path: Path, spec: GraphSpec, prompt: list[int], steps: int) -> dict[str, Any]:
     """A prompt and the greedy tokens the file answers with as it ships, with the margin of each choice in nats: what
     ``optkit validate --smoke`` compares with on another machine. Large models answer with one token."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session: Any
-    if weight_bytes(path) > WHOLE_BYTES:
-        session, steps = SegmentedSession(onnx.load(str(path), load_external_data=False), path.parent), 1
-    else:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = open_graph(path, exact=False)
+    if isinstance(session, SegmentedSession):
+        steps = 1
     steps = min(steps, spec.max_seq_len - len(prompt))
     runner = Runner(session, spec, 1, len(prompt) + max(steps, 1))
     tokens: list[int] = []
