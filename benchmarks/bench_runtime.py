@@ -18,8 +18,8 @@ batch8     8 rows of 64 ids, 64 tokens                              tokens/s aft
 cold       a new process: start, open, 64 ids, the first token      ms, with the files in the system's cache
 =========  =======================================================  =========================================
 
-Each process stays alive and waits while another works; in each round every peer runs each scenario once, the order turning round
-by round. The first round of each does not count. Reported are medians, and of optkit / peer the median and the range of the
+Each process stays alive and waits while another works; in each round every peer runs each scenario once, the order turning
+round by round. The first round of each does not count. Reported are medians, and of optkit / peer the median and range of the
 per-round ratios (the machine's other load hits both sides of one round alike). Table on standard output, everything in
 ``benchmarks/out/runtime.json``.
 """
@@ -315,9 +315,7 @@ def main() -> None:
     report(result["summary"], {s.name: s.unit for s in scenarios} | {"peak_rss_bytes": "peak resident memory"})
     for name, why in missing.items():
         print(f"left out: {name}: {why}")
-    print(
-        f"\nload average before: {load:.1f} on {os.cpu_count()} CPUs; trust the ratios, not the absolute numbers, when it is high"
-    )
+    print(f"\nload average before: {load:.1f} on {os.cpu_count()} CPUs; when it is high, trust the ratios alone")
 
 
 if __name__ == "__main__":

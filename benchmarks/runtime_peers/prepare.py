@@ -6,7 +6,7 @@ Runtime, torch) is another's. All models come from the same FP16 directory, by e
 * genai: ``onnxruntime_genai.models.builder -p int4 -e cpu`` (its default: groups of 32, symmetric, fp32 head);
 * llama_cpp_q4_1: the GGUF file as it is; llama_cpp_q4_0: requantized from it by llama.cpp's quantizer (the speed of a format
   does not depend on the values);
-* openvino: ``optimum-cli export openvino --weight-format int4 --sym --group-size 64 --ratio 1.0`` (its 128 does not divide 576);
+* openvino: ``optimum-cli export openvino --weight-format int4 --sym --group-size 64 --ratio 1.0`` (128 does not divide 576);
 * transformers, transformers_ort: the FP16 directory in torch fp32, and its graph by transformers' ONNX exporter.
 """
 
@@ -135,17 +135,7 @@ def make_openvino(source: Path) -> Path:
     if not (target / "openvino_model.xml").is_file():
         _say("openvino: converting to int4")
         tool = str(OPENVINO.python.parent / "optimum-cli")
-        settings = (
-            "--task",
-            "text-generation-with-past",
-            "--weight-format",
-            "int4",
-            "--sym",
-            "--group-size",
-            "64",
-            "--ratio",
-            "1.0",
-        )
+        task, form = ("--task", "text-generation-with-past"), ("--weight-format", "int4", "--sym", "--group-size", "64")
         _logged(
             [tool, "export", "openvino", "-m", str(source), *task, *form, "--ratio", "1.0", str(target)],
             PEERS / "openvino-model.log",
