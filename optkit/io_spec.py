@@ -12,14 +12,14 @@ Names are the ones optimum, onnxruntime-genai and transformers.js expect: ``inpu
              ``query_lens[b]`` (0..S) new tokens and has ``past_lens[b]`` in the cache, so prefill, decode and idle rows
              share a run. Cache buffers as in ``slots``.
 ``scatter``  (target ``tensorrt``) ``position_ids [B, S]``, ``write_indices [B]`` (the row's cached length) and
-             ``query_lens [B]`` (its new tokens, 1..S); caches have a static length ``S_max`` = max_seq_len; logits of the
-             row's last new token only, ``[B, 1, V]``.
+             ``query_lens [B]`` (its new tokens, 1..S); caches have a static length ``S_max`` = max_seq_len.
 ``growing``  past [.., P, ..] in, present [.., P + S, ..] out, left padded ``attention_mask [B, P + S]`` (the fallback for
              models whose own attention code assumes it, and what other exporters write).
 
-``logits_positions [N]`` int64 is an optional input of ``slots`` and ``chunks`` (an ONNX initializer that may be overridden;
-default ``[-1]``): which of the new tokens get logits, the same for every row. ``-1`` is the row's last valid one, ``-2`` the
-one before it; ``0..S-1`` count from the left. ``logits`` is ``[B, N, V]``. All inputs of integers are int64.
+``logits_positions [N]`` int64 says which of the new tokens get logits, the same for every row: ``-1`` is the row's last valid
+one, ``-2`` the one before it; ``0..S-1`` count from the left. ``logits`` is ``[B, N, V]``. It is an optional input of
+``slots`` and ``chunks`` (an ONNX initializer that may be overridden; default ``[-1]``) and a required one of ``scatter``
+(TensorRT makes an input with a default a constant). All inputs of integers are int64.
 """
 
 from __future__ import annotations

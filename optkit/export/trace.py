@@ -72,8 +72,6 @@ class GraphModule(nn.Module):
         self, input_ids: Tensor, where: tuple[Tensor, ...], logits_positions: Tensor | None, pasts: list[Tensor]
     ) -> Any:
         tokens = self.tokens(input_ids, where, pasts)
-        if logits_positions is None and self.plan.layout == "scatter":
-            logits_positions = torch.tensor([-1])
         capture = Capture(self.plan, tokens, logits_positions)
         by_layer: list[dict[str, Tensor]] = [{} for _ in self.plan.fused]
         for spec, past in zip(self.caches, pasts, strict=True):
@@ -166,9 +164,7 @@ def cache_specs(model: nn.Module, out: Any) -> tuple[int, list[CacheSpec]]:
 def graph_spec(layout: str, specs: list[CacheSpec], dtype: torch.dtype, max_seq_len: int, facts: dict[str, Any]) -> GraphSpec:
     if layout == "scatter":
         specs = [dataclasses.replace(c, shape=(None, *(max_seq_len if n is None else n for n in c.shape[1:]))) for c in specs]
-    return GraphSpec(
-        layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout in ("slots", "chunks"), facts.get("rope_switch")
-    )
+    return GraphSpec(layout, tuple(specs), _NUMPY_NAMES[dtype], max_seq_len, layout != "growing", facts.get("rope_switch"))
 
 
 def sample_inputs(

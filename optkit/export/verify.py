@@ -84,8 +84,8 @@ class Runner:
         left = self.spec.layout == "growing"
         ids = np.array([[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows], np.int64)
         feeds: dict[str, Any] = {io_spec.INPUT_IDS: ids, **self.where(ids, counts, width), **self.pasts}
-        if positions is not None and self.spec.optional_logits_positions:
-            feeds[io_spec.LOGITS_POSITIONS] = np.array(positions, np.int64)
+        if self.spec.optional_logits_positions and (positions is not None or self.spec.layout == "scatter"):
+            feeds[io_spec.LOGITS_POSITIONS] = np.array([-1] if positions is None else positions, np.int64)
         logits, *presents = self.session.run([io_spec.LOGITS, *(c.present for c in self.spec.caches)], feeds)
         self.pasts = {c.past: present for c, present in zip(self.spec.caches, presents, strict=True)}
         self.lens = self.lens + counts

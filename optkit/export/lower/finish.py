@@ -118,9 +118,10 @@ def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetri
     portable.restore_tables(model.graph)
     portable.transpose_constants(model.graph, tied)
     passes.pack_siblings(model.graph)
+    int8.expand_linears(model.graph, wide=spec.layout != "scatter")
     portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))
     portable.standard_quantized_linears(model.graph, symmetric_only)
-    return end(model)
+    return end(model, required_positions=spec.layout == "scatter")
 
 
 def cancel(model: ir.Model) -> None:
@@ -130,9 +131,11 @@ def cancel(model: ir.Model) -> None:
     common.RemoveUnusedNodesPass()(model)
 
 
-def end(model: ir.Model) -> ir.Model:
+def end(model: ir.Model, required_positions: bool = False) -> ir.Model:
+    """``required_positions``: no default for ``logits_positions`` (TensorRT would make an input with a default a constant)."""
     passes.tidy(model)
-    passes.default_logits_positions(model)
+    if not required_positions:
+        passes.default_logits_positions(model)
     if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
         model.opset_imports["com.microsoft"] = 1
     else:

@@ -100,14 +100,6 @@ class TensorRTTable(OnnxTable):
         table = typed(DequantizedTable(packed, scale, zero_point, bits=num_bits), scale, [packed.shape[0], width])
         return typed(self.op.Gather(table, ids, axis=0), scale, [*ids.shape, width])
 
-    def take_positions(self, hidden: Any, positions: Any, query_lens: Any) -> Any:
-        """The row's last new token; the layout has no other choice."""
-        op = self.op
-        index = op.Unsqueeze(op.Sub(query_lens, self.ints(1)), self.ints(1, 2))
-        width = hidden.shape[2]
-        index = op.Expand(index, self.ints(1, 1, width))
-        return typed(op.GatherElements(hidden, index, axis=1), hidden, [hidden.shape[0], 1, width])
-
     def sdpa(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float, softcap: float) -> Any:
         if sinks is None and softcap == 0 and q.dtype != ir.DataType.FLOAT:
             return super().sdpa(q, k, v, mask, None, scale, 0.0)

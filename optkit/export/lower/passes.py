@@ -54,9 +54,7 @@ def name_interface(model: ir.Model, spec: GraphSpec) -> None:
         if value.name in dtypes:
             value.dtype = dtypes[value.name]
         elif value.shape is not None:
-            last_only = {"scatter": 1}  # such graphs give the row's last token only
-            fixed = last_only.get(spec.layout, io_spec.SEQUENCE)
-            count = io_spec.LOGITS_COUNT if spec.optional_logits_positions else fixed
+            count = io_spec.LOGITS_COUNT if spec.optional_logits_positions else io_spec.SEQUENCE
             value.shape = ir.Shape([io_spec.BATCH, count, value.shape[2]])
 
 
