@@ -29,11 +29,12 @@ TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cp
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: its name under ``.peers``, its pinned packages, an extra index, and settings for building them."""
+    """A virtual environment: its name under ``.peers``, pinned packages, an extra index, and what is removed again."""
 
     name: str
     packages: tuple[str, ...]
     index: str | None = None
+    unwanted: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
@@ -52,6 +53,8 @@ class Environment:
             [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *extra, *self.packages],
             PEERS / f"{self.name}-install.log",
         )
+        if self.unwanted:
+            subprocess.run([str(self.python), "-m", "pip", "uninstall", "-q", "-y", *self.unwanted], check=True)
         marker.write_text(wanted)
 
     def versions(self) -> dict[str, str]:
@@ -71,12 +74,19 @@ GENAI = Environment("genai", ("onnxruntime-genai==0.18.0",))
 LLAMA_CPP = Environment("llama_cpp", ("llama-cpp-python==0.3.36", "numpy==2.4.6"))
 OPENVINO = Environment(
     "openvino",
-    ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "transformers==5.5.4"),
+    (
+        "torch==2.13.0+cpu",
+        "openvino-genai==2026.4.1.0",
+        "optimum-intel==2.2.0",
+        "nncf==3.4.0",
+        "transformers==5.5.4",
+    ),
     TORCH_INDEX,
+    ("torchvision",),  # required by optimum-intel, built for another torch on some indexes, not used for text
 )
 TRANSFORMERS = Environment(
     "transformers",
-    ("torch==2.13.0", "transformers==5.24.0", "onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0"),
+    ("torch==2.13.0+cpu", "transformers==5.24.0", "onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0"),
     TORCH_INDEX,
 )
 

@@ -21,6 +21,8 @@ from typing import Any
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], dict[str, Any]]
 
+KEPT: list[Any] = []  # callbacks a C library holds on to
+
 
 def timed(started: float, first: float, ended: float, rows: int, new_tokens: int, tokens: list[int]) -> dict[str, Any]:
     after = ended - first
@@ -83,8 +85,8 @@ def llama_cpp(path: str, threads: int) -> Run:
     import llama_cpp as lib
     import numpy as np
 
-    silent = lib.llama_log_callback(lambda *_: None)
-    lib.llama_log_set(silent, ctypes.c_void_p(0))
+    KEPT.append(lib.llama_log_callback(lambda *_: None))
+    lib.llama_log_set(KEPT[-1], ctypes.c_void_p(0))
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
