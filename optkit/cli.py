@@ -154,6 +154,11 @@ def quantize(model: str, output: Path, recipe: Path | None, as_json: bool, **opt
 @click.option("--flavour", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Engine library.  [default: tensorrt_rtx]")
 @click.option("--max-batch", type=click.IntRange(1), help="Rows the engine takes.  [default: 4]")
 @click.option("--max-prefill", type=click.IntRange(1), help="New tokens the engine takes in one run.  [default: 512]")
+@click.option(
+    "--cache-layout",
+    type=click.Choice(["scatter", "growing"]),
+    help="Target tensorrt: a static cache updated in place, or one that grows.  [default: scatter]",
+)
 @json_option
 @common
 def export(

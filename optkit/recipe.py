@@ -116,6 +116,8 @@ class ExportRecipe:
     compute_capabilities: (``tensorrt_rtx``) what to compile for, such as 8.6, 8.9, 12.0; empty takes the library's portable
         set.
     max_batch, max_prefill: (target ``tensorrt``) rows, and new tokens in one run, that the engine takes.
+    cache_layout: (target ``tensorrt``) ``scatter``, a cache of static length updated in place, or ``growing``, one that gets
+        longer with every token; see io_spec.py.
     """
 
     target: str = "ort"
@@ -130,10 +132,12 @@ class ExportRecipe:
     compute_capabilities: tuple[str, ...] = ()
     max_batch: int = 4
     max_prefill: int = 512
+    cache_layout: str = "scatter"
 
     def __post_init__(self) -> None:
         _one_of("export.target", self.target, TARGETS)
         _one_of("export.flavour", self.flavour, ("tensorrt_rtx", "tensorrt"))
+        _one_of("export.cache_layout", self.cache_layout, ("scatter", "growing"))
         if min(self.max_batch, self.max_prefill) < 1:
             raise RecipeError("export.max_batch and export.max_prefill are at least 1")
         _one_of("export.dtype", self.dtype, DTYPES)

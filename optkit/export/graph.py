@@ -86,10 +86,23 @@ def check_settings(settings: ExportRecipe, checkpoint: Checkpoint) -> Target:
         )
     if settings.chunks and settings.target != "ort":
         raise UnsupportedError(f"chunks: only target ort has per-row query lengths, not {settings.target}")
+    dynamic = [n for n, s in checkpoint.quantization.items() if s.activation_bits == 8 and s.dynamic_activations]
+    if dynamic and settings.target == "tensorrt":
+        raise UnsupportedError(
+            f"{len(dynamic)} linears have 8-bit activations with a scale per token (first {dynamic[0]}), and TensorRT takes "
+            "calibrated ones only: quantize with method: smoothquant and dynamic_activations: false"
+        )
+    if settings.cache_layout != "scatter" and settings.target != "tensorrt":
+        raise UsageError(f"cache_layout {settings.cache_layout}: a choice of target tensorrt, not of {settings.target}")
     longest = checkpoint.spec.max_seq_len
     if settings.max_seq_len is not None and settings.max_seq_len > longest:
         raise UsageError(f"max_seq_len {settings.max_seq_len}: the model has {longest} positions; ask for at most that")
     return target
+
+
+def layout_of(settings: ExportRecipe) -> str:
+    """The graph contract that is tried first."""
+    return settings.cache_layout if settings.target == "tensorrt" else TARGETS[settings.target].layout
 
 
 @dataclasses.dataclass
@@ -113,7 +126,7 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
     report("reference")
     computed = "fp32" if settings.dtype == "bf16" else settings.dtype
     reference = untouched_reference(checkpoint, DTYPES[computed])
-    layout = target.layout
+    layout = layout_of(settings)
     if computed != settings.dtype:  # no CPU kernel: the same graph in float32 is what gets verified
         facts["verified"] = verify_twin(checkpoint, dataclasses.replace(settings, dtype=computed), staging, reference)
     try:
@@ -175,7 +188,7 @@ def build_graph(
 def verify_twin(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, reference: trace.Reference) -> dict[str, Any]:
     """The same graph in a type this machine computes in, verified and deleted again."""
     path = staging / "twin.onnx"
-    _, verified = written(checkpoint, settings, TARGETS[settings.target].layout, reference, path, lambda step: None)
+    _, verified = written(checkpoint, settings, layout_of(settings), reference, path, lambda step: None)
     for file in (path, Path(f"{path}.data")):
         file.unlink(missing_ok=True)
     return {**(verified or {}), "twin": settings.dtype}

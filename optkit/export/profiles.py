@@ -168,13 +168,13 @@ def solve_profiles(
     prefill = {
         io_spec.BATCH: batch,
         io_spec.SEQUENCE: Range(1, max(1, fresh // 4), fresh),
-        io_spec.PAST: Range(0, 0, max_seq_len - fresh),
+        io_spec.PAST: Range(0, 0, max_seq_len),  # a full row's neighbours may go on: see runtime/backends/_trt_growing.py
         io_spec.LOGITS_COUNT: Range(1, 1, fresh),
     }
     decode = {
         io_spec.BATCH: batch,
         io_spec.SEQUENCE: Range(1, 1, 1),
-        io_spec.PAST: Range(0, (max_seq_len - 1) // 2, max_seq_len - 1),
+        io_spec.PAST: Range(0, max_seq_len // 2, max_seq_len),
         io_spec.LOGITS_COUNT: Range(1, 1, 1),
     }
     extra = dict(symbols or {})

@@ -119,6 +119,7 @@ class Capture:
                 mask = mask & (key > query - window)
             if self.plan.layout == "growing":
                 mask = mask & (self.tokens.valid[:, None, None, :] != 0)
+                mask = mask | (key == query)  # padding sees itself: a query that sees nothing is NaN in some runtimes
             self._masks[window] = self.tag(mask, "mask", window=window)
         return self._masks[window]
 
