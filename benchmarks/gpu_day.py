@@ -7,7 +7,8 @@ not take the others with it; what was measured so far is written after every ste
 2. **parity**   the engine against the very ONNX it was built from, in ONNX Runtime on the CPU: ragged prompts, decode steps
                 of a forced continuation, a row of S_max tokens; logit error, KL, top-1 agreement;
 3. **graphs**   the same decode steps with and without CUDA graphs have to give the same bits;
-4. **speed**    time to the first token, inter-token latency P50/P99, tokens/s for 1 and 4 rows, with and without CUDA graphs;
+4. **speed**    time to the first token, inter-token latency P50/P99, tokens/s for 1 and 4 rows, with and without CUDA graphs,
+                and greedy decoding with the largest logit found on the host and on the device;
 5. **torch**    the same model in torch fp16 on the same GPU (when ``--checkpoint`` is given): the same latencies, and parity.
 
 The report is JSON on standard output or ``--output``; the exit status is 0 only if every parity check held. ``--stand-in``
@@ -86,16 +87,17 @@ class OrtReference:
     """The artifact's ONNX file in ONNX Runtime on the CPU, behind the same session class: the stand-in of the tests."""
 
     @staticmethod
-    def open(directory: Path) -> Any:
+    def open(directory: Path, device_sampling: bool = False, **ignored: Any) -> Any:
         from optkit.export.artifact_engine import artifact_profiles, read_build_file
         from optkit.runtime.backends import trt
-        from optkit.runtime.backends._trt_device import HostDevice
+        from optkit.runtime.backends._trt_device import HostDevice, TorchDevice
         from tests.runtime import standin
 
         graph, spec = trt._described(directory)
         model = directory / str(manifest.read_manifest(directory).facts["model_file"])
         engine = standin.Engine(model, [p.shapes for p in artifact_profiles(directory, read_build_file(directory))])
-        return trt.TrtSession(engine, HostDevice(), graph, spec, directory, trt.SessionLimits())
+        device = TorchDevice("cpu") if device_sampling else HostDevice()
+        return trt.make_session(engine, device, graph, spec, directory, device_sampling=device_sampling)
 
 
 def step_engine(directory: Path, clock: Clock, flavour: str | None) -> dict[str, Any]:
@@ -185,6 +187,26 @@ def step_speed(opened: Callable[..., Any]) -> dict[str, Any]:
     return result
 
 
+def greedy(session: Any, rows: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Tokens/s of the whole loop, choice included, and a digest of the tokens."""
+    ids = np.random.default_rng(2).integers(3, session.spec.vocab_size, (rows, prompt)).tolist()
+    session.generate(ids, max_new_tokens=4, ignore_eos=True)
+    started = time.perf_counter()
+    tokens = session.generate(ids, max_new_tokens=steps, ignore_eos=True).tokens
+    return {"tokens_per_s": rows * steps / (time.perf_counter() - started), "tokens": tokens}
+
+
+def step_choice(opened: Callable[..., Any]) -> dict[str, Any]:
+    """The largest logit found on the host and on the device: the same tokens, and what each costs."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, wanted in (("host", False), ("device", True)):
+        with opened(device_sampling=wanted) as session:
+            steps = min(100, session.max_seq_len // 2 - 8)
+            found[name] = greedy(session, session.limits.max_batch, min(64, session.max_seq_len // 4), steps)
+    tokens = [entry.pop("tokens") for entry in found.values()]
+    return {**found, "passed": tokens[0] == tokens[1]}
+
+
 def step_torch(checkpoint: str, session: Any) -> dict[str, Any]:
     """transformers in float16 on the GPU, with its own static cache left to its default."""
     import torch
@@ -229,7 +251,7 @@ def run_artifact(
 
     def opened(**options: Any) -> Any:
         if arguments.stand_in:
-            return OrtReference.open(directory)
+            return OrtReference.open(directory, **options)
         from optkit.runtime.session import open_session
 
         return open_session(directory, check_digest=False, **options)
@@ -263,6 +285,7 @@ def run_artifact(
     if not arguments.stand_in:
         attempt("graphs", 20, lambda: step_graphs(opened))
     attempt("speed", 20, lambda: step_speed(opened))
+    attempt("choice", 20, lambda: step_choice(opened))
     if arguments.checkpoint:
         attempt("torch", 40, against_torch)
     return passed

@@ -60,6 +60,7 @@ class Session(abc.ABC):
     backend = ""
     recurrent = False  # has state that cannot be truncated
     rope_switch: int | None = None
+    top = 0  # the caller of decode looks at so many of the largest logits only; 0: at all
 
     def __init__(self, spec: ModelSpec, directory: Path, max_seq_len: int, limits: SessionLimits) -> None:
         self.spec = spec
@@ -197,12 +198,14 @@ class Session(abc.ABC):
             raise UsageError("extend: no row brings a token")
         return self._append(ids, counts, logits)
 
-    def decode(self, token_ids: ArrayLike, copy: bool = True) -> Logits:
+    def decode(self, token_ids: ArrayLike, copy: bool = True, top: int = 0) -> Logits:
         """Appends one token per row ``[B]`` → ``[B, V]``, or k tokens ``[B, k]`` → ``[B, k, V]``.
 
         Args:
             token_ids: int64.
             copy: ``False`` returns the engine's own buffer for ``[B]``, which the next call overwrites.
+            top: the caller looks at the ``top`` largest logits of ``[B]`` only (and those equal to the last of them), so a
+                backend may give -inf for all others; 0 asks for all.
         """
         tokens = np.asarray(token_ids, np.int64)
         if tokens.ndim == 2:
@@ -217,6 +220,7 @@ class Session(abc.ABC):
             return self.extend(tokens[:, None])
         if longest > self.capacity:
             self._grow(longest)
+        self.top = top
         result = self._step(tokens)
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.append(token)

@@ -221,6 +221,14 @@ class Row:
         return piece + self._stops.flush()
 
 
+def _looked_at(request: Request) -> int:
+    """How many of the largest logits decide a token of this request; 0: all may."""
+    options, sampling = request.options, request.sampling
+    if options.logits_processors or options.logprobs or options.top_logprobs or not sampling.plain:
+        return 0
+    return sampling.top_k if sampling.do_sample else 1
+
+
 class _Run:
     """The loop's state for one call."""
 
@@ -232,6 +240,7 @@ class _Run:
         self.rows = [Row(session, request, number) for number in range(count)]
         self.guesser = make_guesser(session, request.options.speculative)
         self.governor = Governor(request.options.draft_tokens)
+        self.top = _looked_at(request)
 
     def events(self) -> Iterator[StreamEvent]:
         logits = self._read_prompts()
@@ -255,7 +264,7 @@ class _Run:
         began = time.perf_counter()
         guess = self._guess(live[0]) if self.guesser is not None and len(live) == 1 else []
         last = np.array([row.answer.tokens[-1] for row in live], np.int64)
-        logits = self.session.decode([[last[0], *guess]]) if guess else self.session.decode(last, copy=False)
+        logits = self.session.decode([[last[0], *guess]]) if guess else self.session.decode(last, copy=False, top=self.top)
         self.took = self.recorder.ran_decode(began)
         if not guess and len(live) == 1:
             self.governor.plain(self.took)

@@ -71,7 +71,7 @@ def over_stand_in(directory: Path) -> trt.TrtSession:
     graph, spec = trt._described(directory)
     model = directory / str(manifest.read_manifest(directory).facts["model_file"])
     engine = standin.Engine(model, [p.shapes for p in artifact_profiles(directory, read_build_file(directory))])
-    return trt.TrtSession(engine, HostDevice(), graph, spec, directory, trt.SessionLimits())
+    return trt.make_session(engine, HostDevice(), graph, spec, directory)
 
 
 def test_the_exporter_s_graph_has_nothing_the_lint_finds(artifact: Path) -> None:

@@ -52,7 +52,8 @@ def test_the_mask_of_a_growing_cache_is_past_plus_new_at_minimum_optimum_and_max
         for ids, mask, past in zip(*(profile.shapes[n] for n in GROWING), strict=True):
             assert mask[1] == ids[1] + past[2]
             assert mask[0] == ids[0] == past[0]
-        assert profile.shapes["attention_mask"][2][1] <= 64
+        fresh = profile.shapes["input_ids"][2][1]
+        assert profile.shapes["attention_mask"][2][1] == 64 + fresh, "a full row's neighbours may go on"
 
 
 def test_a_dimension_written_as_an_expression_is_the_same_as_its_name() -> None:
@@ -75,7 +76,7 @@ def test_every_solution_is_ordered_consistent_and_within_the_limits(max_seq_len,
         assert profile.shapes["input_ids"][2] == (max_batch, fresh if profile.name == "prefill" else 1)
         if layout is GROWING:
             assert all(mask[1] == ids[1] + past[2] for ids, mask, past in zip(*profile.shapes.values(), strict=True))
-            assert profile.shapes["attention_mask"][2][1] <= max_seq_len
+            assert profile.shapes["attention_mask"][2][1] == max_seq_len + profile.shapes["input_ids"][2][1]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto
 
+from optkit import io_spec
+
 DataType = enum.Enum("DataType", ["FLOAT", "HALF", "BF16", "INT8", "INT32", "INT64", "BOOL", "UINT8"])
 TensorIOMode = enum.Enum("TensorIOMode", ["NONE", "INPUT", "OUTPUT"])
 TensorLocation = enum.Enum("TensorLocation", ["DEVICE", "HOST"])
@@ -138,6 +140,11 @@ class Context:
             for symbol, size in zip(self.engine.symbols(name), self.shapes[name], strict=True):
                 if isinstance(symbol, str) and values.setdefault(symbol, size) != size:
                     raise ContractBroken(f"{symbol} is {values[symbol]} and, at {name}, {size}")
+        if io_spec.PAST in values:
+            total = values[io_spec.PAST] + values[io_spec.SEQUENCE]
+            if values.setdefault(io_spec.TOTAL, total) != total:
+                raise ContractBroken(f"a mask of {values[io_spec.TOTAL]} columns for {total} tokens")
+            values[io_spec.PRESENT] = total
         return values
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
@@ -165,6 +172,10 @@ class Context:
         for output, source in self.engine.alias.items():
             if self.addresses[output] != self.addresses[source]:
                 raise ContractBroken(f"{output} has to be at the address of {source}: the update is in place")
+        read = {self.addresses[n] for n in self.engine.ins}
+        for output in self.engine.outs:
+            if output not in self.engine.alias and self.addresses[output] in read:
+                raise ContractBroken(f"{output} is written where an input is read")
         self._values()
         self._check_writes()
         binding = self.engine.session.io_binding()

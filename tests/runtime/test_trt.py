@@ -26,6 +26,7 @@ from optkit import cuda, manifest
 from optkit.errors import ArtifactError, DependencyError, EngineError, LimitError, UnsupportedError, UsageError
 from optkit.export.lint import graph_inputs
 from optkit.export.profiles import solve_profiles
+from optkit.export.run import export
 from optkit.io_spec import CacheSpec, GraphSpec
 from optkit.manifest import Manifest, ModelSpec
 from optkit.runtime.backends import _trt_device, trt
@@ -37,8 +38,9 @@ from tests.runtime.test_contract import *  # noqa: F403  the same tests, over th
 from tests.runtime.test_contract import tokens
 
 MAX_BATCH, MAX_PREFILL = 4, 256
-# (model, logits of the last token only): both ways a graph may give its logits
-MODELS = [("llama", False), ("mistral", False), ("mistral", True)]
+# (model, how its graph is written): by hand, giving the logits of logits_positions or of the last token only, as older
+# artifacts do; and by the exporter, with the static and with the growing cache
+MODELS = [("llama", "positions"), ("mistral", "last"), ("gemma2", "scatter"), ("mistral", "growing")]
 # Largest logit error over the logit range, float16 graph against float32 model: 2.1e-3 to 3.1e-3 measured
 FLOAT16_OF_RANGE = 8e-3
 
@@ -93,23 +95,34 @@ def stand_in(directory: Path, max_prefill: int = MAX_PREFILL, count: int = 2) ->
 def library() -> Iterator[None]:
     """Every plan opens as the stand-in; nothing else of the backend is replaced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trt, "load_engine", lambda plan, check_digest=True: (stand_in(plan.parent), HostDevice(), None))
+        patch.setattr(trt, "load_engine", lambda plan, *options: (stand_in(plan.parent), HostDevice(), None))
         yield
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda given: f"trt-{given[0]}" + ("-last" if given[1] else ""))
-def given(request: pytest.FixtureRequest) -> tuple[str, bool]:
+@pytest.fixture(scope="module", params=MODELS, ids=lambda given: f"trt-{given[0]}-{given[1]}")
+def given(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def case(given: tuple[str, bool]) -> tuple[str, str]:
+def case(given: tuple[str, str]) -> tuple[str, str]:
     return "trt", given[0]
 
 
+def export_artifact(checkpoint: Path, out: Path, **options: Any) -> Path:
+    """By the exporter; its engine is a placeholder."""
+    export(checkpoint, out_dir=out, target="tensorrt", **options)
+    (out / trt.PLAN_FILE).write_bytes(b"stand-in")
+    return out
+
+
 @pytest.fixture(scope="module")
-def path(given: tuple[str, bool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_artifact(tmp_path_factory.mktemp("trt") / given[0], given[0], last_only=given[1])
+def path(given: tuple[str, str], tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
+    name, way = given
+    out = tmp_path_factory.mktemp("trt") / name
+    if way in ("scatter", "growing"):
+        return export_artifact(checkpoint(name), out, cache_layout=way)
+    return write_artifact(out, name, last_only=way == "last")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +139,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_trt(directory: Path, engine: Any = None, device: Any = None, **options: Any) -> trt.TrtSession:
     graph, spec = trt._described(directory)
     limits = trt.SessionLimits(**options)
-    return trt.TrtSession(engine or stand_in(directory), device or HostDevice(), graph, spec, directory, limits)
+    return trt.make_session(engine or stand_in(directory), device or HostDevice(), graph, spec, directory, limits)
 
 
 # ---------------------------------------------------------------- beyond the contract
@@ -261,6 +274,132 @@ def test_the_padding_of_other_requests_does_not_show_in_a_row(llama: Path) -> No
         np.testing.assert_allclose(session.decode([8])[0], ragged, atol=2e-5)
 
 
+# ---------------------------------------------------------------- a cache that grows
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
+    return export_artifact(checkpoint("mistral"), tmp_path_factory.mktemp("growing") / "a", cache_layout="growing")
+
+
+def test_a_growing_cache_takes_what_the_request_needs_and_its_buffers_swap(growing: Path) -> None:
+    with open_trt(growing) as session:
+        session.prefill(tokens(2, 5), capacity=40)
+        token = 2 * 2 * 2 * 16 * 4  # layers, key and value, heads, head_dim, float32
+        assert session.kv_bytes == 2 * 2 * session.capacity * token
+        pair = list(session._pairs["past_key_values.0.key"])
+        session.decode([5, 6])
+        assert session._pairs["past_key_values.0.key"] == pair[::-1]
+        assert "other shapes" in session.cuda_graph
+
+
+def test_a_full_row_does_not_keep_its_neighbour_from_going_on(growing: Path) -> None:
+    """For that run there are more columns than max_seq_len."""
+    ids = tokens(2, tiny.POSITIONS)
+    with open_trt(growing) as session:
+        session.prefill(ids, [tiny.POSITIONS, 20])
+        both = session.extend(ids[:, :30], [0, 30])
+        alone = session.prefill(np.concatenate([ids[1:, :20], ids[1:, :30]], axis=1))
+    np.testing.assert_allclose(both[1], alone[0], atol=2e-5)
+
+
+def test_what_an_earlier_request_left_in_a_growing_cache_does_not_show(growing: Path) -> None:
+    ids = tokens(2, 9)
+    with open_trt(growing) as session:
+        want = [session.prefill(ids, [9, 4]), session.extend(ids[:, :4], [1, 4]), session.decode([5, 6])]
+        for pair in session._pairs.values():
+            for buffer in pair:
+                buffer.owner.view(np.float32)[:] = np.nan
+        for ours, expected in zip(
+            [session.prefill(ids, [9, 4]), session.extend(ids[:, :4], [1, 4]), session.decode([5, 6])], want, strict=True
+        ):
+            np.testing.assert_array_equal(ours, expected)
+
+
+def test_the_stand_in_sees_a_growing_cache_written_where_it_is_read(growing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_trt(growing) as session:
+        session.prefill(tokens(1, 4))
+        for pair in session._pairs.values():
+            pair[1] = pair[0]
+        with pytest.raises(standin.ContractBroken, match="written where an input is read"):
+            session.decode([5])
+
+
+# ---------------------------------------------------------------- choosing on the device
+
+
+@pytest.mark.parametrize("way", ["scatter", "growing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "top_k": 5, "seed": 3},
+        {"do_sample": True, "top_k": 9, "top_p": 0.8, "temperature": 1.7, "seed": 4},
+    ],
+    ids=["greedy", "top-k", "top-k and top-p"],
+)
+def test_tokens_chosen_on_the_device_are_those_chosen_on_the_host(
+    way: str, options: dict[str, Any], growing: Path, llama: Path
+) -> None:
+    path = growing if way == "growing" else llama
+    prompts = [tokens(7).tolist(), tokens(3, seed=1).tolist(), tokens(12, seed=2).tolist()]
+    answers = []
+    for sampling in (False, True):
+        device = TorchDevice("cpu")
+        asked: list[int] = []
+        search = device.largest
+        device.largest = lambda *a, s=search, q=asked: q.append(a[-1]) or s(*a)  # type: ignore[method-assign, misc]
+        graph, spec = trt._described(path)
+        with trt.make_session(stand_in(path), device, graph, spec, path, device_sampling=sampling) as session:
+            answers.append(session.generate(prompts, max_new_tokens=9, ignore_eos=True, **options).tokens)
+        assert asked == ([options.get("top_k", 1) + 1] * 8 if sampling else [])
+    assert answers[0] == answers[1]
+
+
+def test_equal_logits_at_the_border_and_nan_are_left_to_the_host(llama: Path) -> None:
+    graph, spec = trt._described(llama)
+    device = TorchDevice("cpu")
+    with trt.make_session(stand_in(llama), device, graph, spec, llama, device_sampling=True) as session:
+        session.prefill(tokens(2, 5))
+        full = session.decode([5, 6]).copy()
+        session.truncate([5, 5])
+        few = session.decode([5, 6], top=3)
+        for row in range(2):
+            kept = np.flatnonzero(few[row] > -np.inf)
+            np.testing.assert_array_equal(np.sort(kept), np.sort(np.argsort(-full[row])[:3]))
+            np.testing.assert_array_equal(few[row, kept], full[row, kept])
+        search = device.largest
+
+        def tied(*arguments: Any) -> Any:
+            values, columns = search(*arguments)
+            values[1, -1] = values[1, -2]
+            return values, columns
+
+        device.largest = tied  # type: ignore[method-assign]
+        session.truncate([5, 5])
+        np.testing.assert_array_equal(session.decode([5, 6], top=3), full)
+
+        def broken(*arguments: Any) -> Any:
+            values, columns = search(*arguments)
+            values[0, 0] = np.nan
+            return values, columns
+
+        device.largest = broken  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="NaN"):
+            session.decode([5, 6], top=3)
+
+
+def test_without_kernels_the_host_chooses(llama: Path) -> None:
+    graph, spec = trt._described(llama)
+    with (
+        trt.make_session(stand_in(llama), HostDevice(), graph, spec, llama, device_sampling=True) as ours,
+        open_trt(llama) as plain,
+    ):
+        for session in (ours, plain):
+            session.prefill(tokens(1, 5))
+        np.testing.assert_array_equal(ours.decode([5], top=1), plain.decode([5]))
+
+
 # ---------------------------------------------------------------- the stand-in holds the caller to the contract
 
 
@@ -290,8 +429,9 @@ def test_the_stand_in_sees_a_cache_that_is_not_updated_in_place(llama: Path) -> 
 def test_the_stand_in_sees_a_write_beyond_the_cache(llama: Path) -> None:
     with open_trt(llama) as session:
         session.prefill(tokens(1, 4))
+        one = np.ones(1, np.int64)
         with pytest.raises(standin.ContractBroken, match="slots"):
-            session._decode.run(np.array([[5]]), np.array([tiny.POSITIONS]), np.ones(1, np.int64), np.zeros(1, np.int64))
+            session._enqueue(session._decode, np.array([[5]]), tiny.POSITIONS * one, one, 0 * one, False)
 
 
 # ---------------------------------------------------------------- wrong engines and artifacts
@@ -332,10 +472,13 @@ def test_a_cache_of_another_length_is_refused(llama: Path) -> None:
 
 def test_another_cache_layout_is_refused(llama: Path) -> None:
     graph, spec = trt._described(llama)
-    with pytest.raises(UnsupportedError, match="growing"):
-        trt.TrtSession(
-            stand_in(llama), HostDevice(), dataclasses.replace(graph, layout="growing"), spec, llama, trt.SessionLimits()
-        )
+    with pytest.raises(UnsupportedError, match="slots"):
+        trt.make_session(stand_in(llama), HostDevice(), dataclasses.replace(graph, layout="slots"), spec, llama)
+    with pytest.raises(ArtifactError, match="attention_mask"):
+        trt.make_session(stand_in(llama), HostDevice(), dataclasses.replace(graph, layout="growing"), spec, llama)
+    state = dataclasses.replace(graph.caches[0], role="conv_state")
+    with pytest.raises(UnsupportedError, match="with conv_state"):
+        trt.make_session(stand_in(llama), HostDevice(), dataclasses.replace(graph, caches=(state,)), spec, llama)
 
 
 def test_an_engine_that_does_not_run_raises_an_engine_error(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

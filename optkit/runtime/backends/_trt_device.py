@@ -66,6 +66,14 @@ class Device(Protocol):
 
     def zero(self, address: int, nbytes: int) -> None: ...
 
+    def largest(self, address: int, shape: tuple[int, int], dtype: str, count: int) -> tuple[Array, Array] | None:
+        """The ``count`` largest of each row of a ``[B, V]`` matrix in device memory, found on the stream.
+
+        Returns:
+            float32 values ``[B, count]`` in falling order (NaN first) and their int64 columns; among equals the order is the
+            device's own. ``None``: the device has no kernel for it.
+        """
+
     def synchronize(self) -> None: ...
 
     def capture(self, enqueue: Callable[[], None]) -> Captured | None:
@@ -98,6 +106,9 @@ class HostDevice:
 
     def zero(self, address: int, nbytes: int) -> None:
         _host(address, nbytes)[:] = 0
+
+    def largest(self, address: int, shape: tuple[int, int], dtype: str, count: int) -> None:
+        return None  # the matrix is on the host already
 
     def synchronize(self) -> None:
         pass
@@ -159,6 +170,9 @@ class CudartDevice:
 
     def zero(self, address: int, nbytes: int) -> None:
         self._call("cudaMemsetAsync", address, 0, nbytes, self._stream)
+
+    def largest(self, address: int, shape: tuple[int, int], dtype: str, count: int) -> None:
+        return None  # the CUDA runtime brings no kernels
 
     def synchronize(self) -> None:
         self._call("cudaStreamSynchronize", self._stream)
@@ -232,6 +246,14 @@ class TorchDevice:
         with self._on_stream():
             self._view(address, nbytes).zero_()
 
+    def largest(self, address: int, shape: tuple[int, int], dtype: str, count: int) -> tuple[Array, Array]:
+        kind = getattr(self._torch, dtype)
+        with self._on_stream():
+            matrix = self._view(address, shape[0] * shape[1] * kind.itemsize).view(kind).view(shape)
+            values, columns = matrix.topk(count, dim=-1)
+            found = values.float().cpu(), columns.cpu()  # waits for the stream
+        return found[0].numpy(), found[1].numpy()
+
     def synchronize(self) -> None:
         if self._cuda_stream is not None:
             self._cuda_stream.synchronize()
@@ -254,14 +276,18 @@ class TorchDevice:
         self._buffers.clear()
 
 
-def find_device() -> Device:
+def find_device(with_kernels: bool = False) -> Device:
     """A CUDA device: through cuda.bindings when it is installed, else through torch.
 
+    Args:
+        with_kernels: one that can search the largest logits, so torch.
+
     Raises:
-        DependencyError: neither is installed.
+        DependencyError: neither is installed (or torch is not, and its kernels are wanted).
     """
     try:
-        return CudartDevice()
+        if not with_kernels:
+            return CudartDevice()
     except ModuleNotFoundError:
         pass
     try:

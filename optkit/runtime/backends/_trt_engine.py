@@ -12,7 +12,7 @@ from optkit import io_spec
 from optkit.errors import ArtifactError, EngineError, LimitError
 from optkit.io_spec import GraphSpec
 from optkit.runtime.backends._trt_device import Buffer, Captured, Device
-from optkit.runtime.base import Ids, Logits
+from optkit.runtime.base import Logits
 
 #: names of the library's data types -> bytes per element and numpy type (bfloat16 is read as its 16 bits)
 DTYPES: dict[str, Any] = {
@@ -43,7 +43,15 @@ class Bindings:
         self.bfloat16 = {n for n in names if _is(engine.get_tensor_dtype(n), "BF16")}
         self.shape = {n: tuple(engine.get_tensor_shape(n)) for n in names}
         self.alias = {n: engine.get_aliased_input_tensor(n) for n in self.outputs}
-        self._check(graph, directory)
+        if graph.layout == "growing":
+            self._check_growing(graph, directory)
+        else:
+            self._check(graph, directory)
+        host = [n for n in self.inputs if not _is(engine.get_tensor_location(n), "DEVICE")]
+        if host:
+            raise ArtifactError(
+                f"{directory}: the engine wants {', '.join(host)} in host memory, which optkit's graphs never do"
+            )
         high = self.range(io_spec.INPUT_IDS, 0)[2]
         self.max_batch, self.max_prefill = int(high[0]), int(high[1])
         self.vocab = self.shape[io_spec.LOGITS][-1]
@@ -58,17 +66,36 @@ class Bindings:
     def row_bytes(self, name: str) -> int:
         return int(np.prod(self.shape[name][1:])) * np.dtype(self.dtype[name]).itemsize
 
-    def _check(self, graph: GraphSpec, directory: Path) -> None:
-        optional = {io_spec.LOGITS_POSITIONS, io_spec.QUERY_LENS}
-        known = {io_spec.INPUT_IDS, io_spec.POSITION_IDS, io_spec.WRITE_INDICES} | optional
-        caches = {c.past: c.present for c in graph.caches}
-        wanted = (known - optional) | set(caches)
-        missing, extra = sorted(wanted - set(self.inputs)), sorted(set(self.inputs) - known - set(caches))
+    def sizes(self, name: str, rows: int, past: int) -> tuple[int, ...]:
+        """The shape of a cache for ``rows`` rows, ``past`` tokens where it grows."""
+        return (rows, *(past if size == -1 else size for size in self.shape[name][1:]))
+
+    def _check_inputs(self, graph: GraphSpec, directory: Path, needed: set[str], optional: set[str]) -> None:
+        caches = {c.past for c in graph.caches}
+        missing = sorted((needed | caches) - set(self.inputs))
+        extra = sorted(set(self.inputs) - needed - optional - caches)
         if missing or extra:
             raise ArtifactError(
                 f"{directory}: the engine lacks the inputs {missing} and has {extra} beyond the contract; "
                 "build it again from this artifact"
             )
+
+    def _check_growing(self, graph: GraphSpec, directory: Path) -> None:
+        self._check_inputs(
+            graph, directory, {io_spec.INPUT_IDS, io_spec.ATTENTION_MASK}, {io_spec.POSITION_IDS, io_spec.LOGITS_POSITIONS}
+        )
+        shared = [c.present for c in graph.caches if self.alias.get(c.present) is not None]
+        if shared:
+            raise ArtifactError(f"{directory}: {shared[0]} shares memory with an input, and a growing cache has its own")
+
+    def _check(self, graph: GraphSpec, directory: Path) -> None:
+        caches = {c.past: c.present for c in graph.caches}
+        self._check_inputs(
+            graph,
+            directory,
+            {io_spec.INPUT_IDS, io_spec.POSITION_IDS, io_spec.WRITE_INDICES},
+            {io_spec.LOGITS_POSITIONS, io_spec.QUERY_LENS},
+        )
         for past, present in caches.items():
             if self.alias.get(present) != past:
                 raise ArtifactError(f"{directory}: the engine does not update {past} in place ({present}); export it again")
@@ -76,11 +103,6 @@ class Bindings:
                 raise ArtifactError(
                     f"{directory}: the engine's cache has {self.shape[past][2]} slots, the artifact says {graph.max_seq_len}"
                 )
-        host = [n for n in self.inputs if not _is(self.engine.get_tensor_location(n), "DEVICE")]
-        if host:
-            raise ArtifactError(
-                f"{directory}: the engine wants {', '.join(host)} in host memory, which optkit's graphs never do"
-            )
 
 
 def _enum(value: Any) -> str:
@@ -111,15 +133,14 @@ class Context:
         self.graph_state = "not captured yet"
 
     def bind_caches(self, addresses: dict[str, int]) -> None:
-        """Past and present of every layer at one address."""
+        """Where every past and present cache is; a captured graph does not outlive a change."""
         if addresses == self._addresses:
             return
         self._changed()
-        for name in (*self.bindings.inputs, *self.bindings.outputs):
-            past = name if name in addresses else self.bindings.alias.get(name)
-            if past is not None and not self.context.set_tensor_address(name, addresses[past]):
+        for name, address in addresses.items():
+            if address != self._addresses.get(name) and not self.context.set_tensor_address(name, address):
                 raise EngineError(f"{self.directory}: the engine does not take an address for {name}")
-        self._addresses = addresses
+        self._addresses = dict(addresses)
 
     def _changed(self) -> None:
         """Shapes or addresses are not what a captured graph has."""
@@ -128,22 +149,17 @@ class Context:
             self.graph_state = "not captured yet"
         self._graph, self._runs = None, 0
 
-    def run(self, ids: Ids, starts: Ids, counts: Ids, wanted: Ids, graph: bool = False) -> Logits:
-        """New tokens ``ids[b, :counts[b]]`` at slots ``starts[b] ..``.
+    def run(self, values: dict[str, NDArray[Any]], rows: int, past: int = 0, graph: bool = False) -> None:
+        """One run with small inputs ``values`` (those the engine does not have are left out).
 
-        Returns:
-            float32 ``[B, N, V]``: of the columns ``wanted``; of each row's last token (N = 1) where the graph gives only that.
+        Args:
+            values: name -> array; converted to the engine's type, uploaded when it is not what was uploaded last.
+            rows: of the caches.
+            past: cached tokens, where the cache grows.
+            graph: capture the run, or launch what was captured.
         """
-        rows, width = ids.shape
-        values: dict[str, NDArray[Any]] = {
-            io_spec.INPUT_IDS: ids,
-            io_spec.POSITION_IDS: starts[:, None] + np.arange(width),
-            io_spec.WRITE_INDICES: starts,
-            io_spec.QUERY_LENS: np.maximum(counts, 1),
-            io_spec.LOGITS_POSITIONS: wanted,
-        }
         values = {name: value for name, value in values.items() if name in self.bindings.inputs}
-        self._set_shapes({name: value.shape for name, value in values.items()}, rows)
+        self._set_shapes({name: value.shape for name, value in values.items()}, rows, past)
         for name, value in values.items():
             array = np.ascontiguousarray(value, self.bindings.dtype[name])
             held = self._held.get(name)
@@ -151,8 +167,6 @@ class Context:
                 self.device.upload(self._buffers[name].address, array)
                 self._held[name] = array.copy()
         self._enqueue(graph)
-        logits = self._read(tuple(self.context.get_tensor_shape(io_spec.LOGITS)))
-        return logits if self.bindings.positions or self.bindings.last_only else logits[:, wanted]
 
     def _enqueue(self, graph: bool) -> None:
         if graph and self._graph is not None:
@@ -176,8 +190,8 @@ class Context:
         self._graph = self.device.capture(self._execute)
         self.graph_state = "captured" if self._graph is not None else f"device {self.device.name} has no graphs"
 
-    def _set_shapes(self, shapes: dict[str, tuple[int, ...]], rows: int) -> None:
-        wanted = {**shapes, **{n: (rows, *self.bindings.shape[n][1:]) for n in self.bindings.inputs if n not in shapes}}
+    def _set_shapes(self, shapes: dict[str, tuple[int, ...]], rows: int, past: int) -> None:
+        wanted = {**shapes, **{n: self.bindings.sizes(n, rows, past) for n in self.bindings.inputs if n not in shapes}}
         if wanted == self._shapes:
             return
         self._changed()
@@ -208,10 +222,33 @@ class Context:
         if not self.context.set_tensor_address(name, self._buffers[name].address):
             raise EngineError(f"{self.directory}: the engine does not take an address for {name}")
 
-    def _read(self, shape: tuple[int, ...]) -> Logits:
-        raw = np.empty(shape, self.bindings.dtype[io_spec.LOGITS])
-        self.device.download(raw, self._buffers[io_spec.LOGITS].address)
+    def logits(self, column: int | None = None) -> Logits:
+        """Float32 ``[B, N, V]`` of the last run, or ``[B, 1, V]`` of one of its columns; waits for it."""
+        shape = tuple(self.context.get_tensor_shape(io_spec.LOGITS))
+        address, dtype = self._buffers[io_spec.LOGITS].address, np.dtype(self.bindings.dtype[io_spec.LOGITS])
+        if column is None or shape[1] == 1:
+            raw = np.empty(shape, dtype)
+            self.device.download(raw, address)
+        else:
+            raw = np.empty((shape[0], 1, shape[2]), dtype)
+            for row in range(shape[0]):
+                self.device.download(raw[row], address + (row * shape[1] + column % shape[1]) * shape[2] * dtype.itemsize)
         self.device.synchronize()
+        return self._float32(raw)
+
+    def largest(self, count: int) -> tuple[Logits, NDArray[np.int64]] | None:
+        """The ``count`` largest logits of each row of a run with one column, and their tokens, found on the device.
+
+        Returns:
+            float32 ``[B, count]`` in falling order and int64 ``[B, count]``; ``None`` where the device cannot.
+        """
+        rows, columns, vocab = tuple(self.context.get_tensor_shape(io_spec.LOGITS))
+        if columns != 1 or count > vocab:
+            return None
+        kind = "bfloat16" if io_spec.LOGITS in self.bindings.bfloat16 else np.dtype(self.bindings.dtype[io_spec.LOGITS]).name
+        return self.device.largest(self._buffers[io_spec.LOGITS].address, (rows, vocab), kind, count)
+
+    def _float32(self, raw: NDArray[Any]) -> Logits:
         if io_spec.LOGITS in self.bindings.bfloat16:
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32)
