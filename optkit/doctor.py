@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import optkit
+from optkit import cuda
+from optkit.sidecar import DISTRIBUTIONS as LIBRARY_NAMES
+from optkit.sidecar import FLAVOURS
 
 # Library -> (tested version, the extra that brings it, what needs it). The tested versions are those of constraints.txt.
 LIBRARIES: dict[str, tuple[str, str, str]] = {
@@ -59,6 +62,7 @@ def examine() -> dict[str, Any]:
         "machine": _machine(),
         "libraries": libraries,
         "providers": _providers(),
+        "tensorrt": _tensorrt(),
         "can": _abilities({entry["name"] for entry in libraries if entry["installed"]}),
     }
 
@@ -100,6 +104,22 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "nvidia_driver": driver.read_text().splitlines()[0].split(":", 1)[-1].strip() if driver.is_file() else None,
         "executable": sys.executable,
+    }
+
+
+def _tensorrt() -> dict[str, Any]:
+    """The driver, its GPUs, the TensorRT libraries that are installed, and whose plans run here; no library is loaded."""
+    driver = cuda.find_driver()
+    found = {
+        flavour: next((v for n in names if (v := installed_version(n))), None) for flavour, (names, _) in LIBRARY_NAMES.items()
+    }
+    return {
+        "driver": f"CUDA {driver.cuda_version}" if driver else cuda.why_no_driver(),
+        "gpus": [f"{d.name}, compute capability {d.capability}, {d.memory_bytes / 1e9:.0f} GB" for d in driver.devices]
+        if driver
+        else [],
+        "libraries": found,
+        "runs_plans_of": [flavour for flavour in FLAVOURS if driver and found[flavour]],
     }
 
 
@@ -168,6 +188,9 @@ def sections(found: dict[str, Any]) -> list[tuple[str, Sequence[str], Sequence[t
         ("memory", f"{machine['memory_bytes'] / 1e9:.1f} GB"),
         ("NVIDIA driver", machine["nvidia_driver"] or "none"),
         ("ONNX Runtime providers", " ".join(found["providers"]) or "none"),
+        ("CUDA driver", "; ".join([found["tensorrt"]["driver"], *found["tensorrt"]["gpus"]])),
+        ("TensorRT", ", ".join(f"{k} {v}" for k, v in found["tensorrt"]["libraries"].items() if v) or "none"),
+        ("runs TensorRT plans of", ", ".join(found["tensorrt"]["runs_plans_of"]) or "none: needs a GPU and the library"),
     ]
     libraries = [
         (

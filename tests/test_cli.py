@@ -517,3 +517,17 @@ def test_calibration_options_go_to_their_section():
 def test_quantize_with_a_recipe_that_does_not_quantize_is_refused():
     with pytest.raises(RecipeError, match="no quantize section"):
         quantize_section(Recipe(model="m"), {})
+
+
+def test_doctor_names_driver_gpu_and_whose_plans_run(monkeypatch):
+    from optkit import cuda, doctor
+
+    driver = cuda.Driver("13.0", (cuda.Device("Some GPU", "8.9", 24 << 30),))
+    monkeypatch.setattr(cuda, "_ask", lambda: driver)
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "1.7.1" if name == "tensorrt_rtx_cu13" else None)
+    found = doctor.examine()["tensorrt"]
+    assert found["driver"] == "CUDA 13.0"
+    assert "Some GPU, compute capability 8.9" in found["gpus"][0]
+    assert found["runs_plans_of"] == ["tensorrt_rtx"]
+    monkeypatch.setattr(cuda, "_ask", lambda: "no NVIDIA driver is installed")
+    assert doctor.examine()["tensorrt"]["runs_plans_of"] == []

@@ -476,3 +476,25 @@ def test_polygraphy_reads_the_graph_that_is_written(built) -> None:
     inputs = util.get_input_metadata(loaded.graph)
     assert set(inputs) == {t.name for t in report.sidecar.inputs}
     assert {t.name for t in report.sidecar.outputs} == set(util.get_output_metadata(loaded.graph))
+
+
+def test_polygraphy_inspects_the_graph_that_is_written(built) -> None:
+    pytest.importorskip("polygraphy")
+    import subprocess
+
+    directory, report, _ = built
+    command = [
+        sys.executable,
+        "-c",
+        "from polygraphy.tools import main; main()",
+        "inspect",
+        "model",
+        str(directory / "model.onnx"),
+        "--show",
+        "layers",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    for tensor in (*report.sidecar.inputs, *report.sidecar.outputs):
+        assert tensor.name in result.stdout
+    assert "TensorScatter" in result.stdout
