@@ -119,7 +119,7 @@ class Built:
 
 def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, report: Report) -> dict[str, Any]:
     """Writes the graph (and its ``chunks`` variant) into ``staging``; returns the facts for the manifest."""
-    target = check_settings(settings, checkpoint)
+    check_settings(settings, checkpoint)
     facts: dict[str, Any] = {"target": settings.target, "model_file": MODEL_FILE}
     if settings.dtype == "fp16":
         facts["activation_range"] = ranges.check_float16(checkpoint, *hollow(checkpoint, torch.bfloat16))

@@ -118,7 +118,6 @@ def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetri
     portable.restore_tables(model.graph)
     portable.transpose_constants(model.graph, tied)
     passes.pack_siblings(model.graph)
-    int8.expand_linears(model.graph, wide=spec.layout != "scatter")
     portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))
     portable.standard_quantized_linears(model.graph, symmetric_only)
     return end(model, required_positions=spec.layout == "scatter")
