@@ -6,6 +6,10 @@ magnitude of a group then maps to the end of the range that has one more step (c
 (`llama.cpp Q4_0` does the same). Names: ``w4a16`` is 4-bit weights with 16-bit-or-wider activations; ``int4`` and ``int8``
 are aliases of ``w4a16`` and ``w8a16``. "INT8" alone is ambiguous elsewhere: W8A16 and W8A8 differ in accuracy and speed.
 
+A *shifted* scheme has a floating-point term beside the zero point, ``w = (code - zero_point) * scale + shift``: what is left
+of an offset that is no multiple of the scale. Formats made elsewhere have it (GGUF's ``Q4_1`` and k-quants store a minimum);
+optkit reads it and never chooses it.
+
 Granularity: ``group`` shares a scale among ``group_size`` consecutive inputs of one output row, ``channel`` among a row.
 """
 
@@ -31,6 +35,7 @@ class QuantScheme:
         group_size: inputs that share a scale; ``None`` is one scale per output channel.
         activation_bits: 16 (activations stay floating point) or 8.
         dynamic_activations: with 8-bit activations: a scale per token found at run time, else a calibrated one.
+        shifted: a floating-point term per scale beside the zero point; asymmetric schemes only.
     """
 
     num_bits: int
@@ -38,6 +43,7 @@ class QuantScheme:
     group_size: int | None = None
     activation_bits: int = 16
     dynamic_activations: bool = True
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         if self.num_bits not in (4, 8):
@@ -48,6 +54,8 @@ class QuantScheme:
             raise UsageError(f"group_size {self.group_size}: use one of {', '.join(map(str, GROUP_SIZES))}, or channel")
         if self.activation_bits == 8 and (self.num_bits != 8 or self.group_size is not None or not self.symmetric):
             raise UsageError("8-bit activations go with symmetric 8-bit weights and one scale per channel (w8a8)")
+        if self.shifted and self.symmetric:
+            raise UsageError("a shift goes with zero points, so with an asymmetric scheme")
 
     @property
     def name(self) -> str:
@@ -78,7 +86,7 @@ class QuantScheme:
         return asdict(self)
 
     def describe(self) -> str:
-        kind = "sym" if self.symmetric else "asym"
+        kind = "sym" if self.symmetric else "asym shifted" if self.shifted else "asym"
         static = " static" if self.activation_bits == 8 and not self.dynamic_activations else ""
         return f"{self.name} {'channel' if self.group_size is None else f'g{self.group_size}'} {kind}{static}"
 

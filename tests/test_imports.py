@@ -31,18 +31,27 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 # file -> what it may use beyond its unit
 EXTRA: dict[str, set[str]] = {
     "checkpoint/model.py": {"transformers"},
+    "checkpoint/hf.py": {"transformers"},
+    "checkpoint/gguf_support.py": {"transformers"},
     "export/hooks.py": {"transformers"},
     "export/verify.py": {"runtime", "onnxruntime"},
     "export/segments.py": {"onnxruntime"},
+    "export/rounding.py": {"onnxruntime"},
     "export/state_hooks.py": {"transformers"},
     "runtime/backends/ort.py": {"onnxruntime"},
     "runtime/backends/torch_ref.py": {"torch", "checkpoint"},
     "runtime/backends/trt.py": {"torch", "tensorrt", "tensorrt_rtx", "cuda"},
     "export/engine.py": {"tensorrt", "tensorrt_rtx"},
 }
-# transformers is touched in few files, so that a new version is met in few places: loading, the hooks of attention and
-# masks, and the hooks of layers with recurrent state
-TRANSFORMERS_FILES = {"checkpoint/model.py", "export/hooks.py", "export/state_hooks.py"}
+# transformers is touched in few files, so that a new version is met in few places: loading, its rules for stored tensors and
+# its reading of GGUF, the hooks of attention and masks, and the hooks of layers with recurrent state
+TRANSFORMERS_FILES = {
+    "checkpoint/model.py",
+    "checkpoint/hf.py",
+    "checkpoint/gguf_support.py",
+    "export/hooks.py",
+    "export/state_hooks.py",
+}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

@@ -4,6 +4,10 @@
 g]`` where ``g = I / G``; scales ``[O, G]`` float, zero points ``[O, G]`` uint8 or ``None`` for the fixed mid-range one. All
 functions compute in float32 and are pure.
 
+Formats made elsewhere have an offset that is no multiple of the scale (GGUF: ``d * code + m``). They are read as
+``(code - zero_point) * scale + shift``, with the integer zero point nearest to the offset, so that kernels see centred codes,
+and a shift for the rest (:func:`split_offset`). The sum is the same number, bit for bit.
+
 4-bit symmetric scales are *signed*: with ``m`` the signed value of the largest magnitude of a group, ``scale = -m / 8`` maps
 ``m`` to code 0 and uses all 16 codes; ``amax / 7`` would leave one unused and costs about 13 % more squared error. 8-bit ones
 are positive, ``amax / 127``. A group of zeros gets scale 1 and mid-range codes, so it comes back as exact zeros and never as
@@ -37,6 +41,7 @@ class QuantizedWeight:
         scale: ``[O, G]`` floating point, may be negative when symmetric.
         zero_point: ``[O, G]`` uint8, or ``None`` when symmetric.
         scheme: how.
+        shift: ``[O, G]`` float32 of a shifted scheme, added to the product, else ``None``.
         input_scale: of calibrated 8-bit activations, a scalar: ``x ≈ round(x / input_scale) * input_scale``.
     """
 
@@ -45,6 +50,7 @@ class QuantizedWeight:
     zero_point: Tensor | None
     scheme: QuantScheme
     input_scale: Tensor | None = None
+    shift: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, inputs = self.codes.shape
@@ -57,6 +63,10 @@ class QuantizedWeight:
             raise ValueError("a zero point goes with an asymmetric scheme, and only with one")
         if self.zero_point is not None and tuple(self.zero_point.shape) != (rows, groups):
             raise ValueError(f"zero_point has shape {tuple(self.zero_point.shape)}, and {(rows, groups)} is needed")
+        if (self.shift is not None) != self.scheme.shifted:
+            raise ValueError("a shift goes with a shifted scheme, and only with one")
+        if self.shift is not None and tuple(self.shift.shape) != (rows, groups):
+            raise ValueError(f"shift has shape {tuple(self.shift.shape)}, and {(rows, groups)} is needed")
 
 
 def grouped(weight: Tensor, scheme: QuantScheme) -> Tensor:
@@ -118,7 +128,32 @@ def dequantize(quantized: QuantizedWeight, dtype: torch.dtype = torch.float32) -
     codes = grouped(quantized.codes.float(), scheme)
     zero_point = quantized.zero_point
     offset = float(scheme.zero_point) if zero_point is None else zero_point.float().unsqueeze(-1)
-    return codes.sub_(offset).mul_(quantized.scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    codes.sub_(offset).mul_(quantized.scale.float().unsqueeze(-1))
+    if quantized.shift is not None:
+        codes.add_(quantized.shift.unsqueeze(-1))
+    return codes.flatten(-2).to(dtype)
+
+
+def split_offset(scale: Tensor, offset: Tensor, code_max: int) -> tuple[Tensor, Tensor]:
+    """``(zero_point, shift)`` with ``(code - zero_point) * scale + shift == code * scale + offset`` for every code.
+
+    The zero point is the nearest to ``-offset / scale`` for which ``offset + zero_point * scale`` is exact in float32, so that
+    both sides are the same sum, rounded once (their products are exact for the scales files have: 17 significant bits at most,
+    times codes of at most 7); where it is not exact the zero point is 0 and the shift the offset.
+
+    Args:
+        scale, offset: ``[O, G]`` float32.
+        code_max: the largest zero point.
+
+    Returns:
+        uint8 and float32 ``[O, G]``.
+    """
+    zero_point = torch.where(scale == 0, 0, -offset / scale).nan_to_num_(0, 0, 0).round_().clamp_(0, code_max)
+    exact = offset.double() + zero_point.double() * scale.double()
+    shift = exact.float()
+    usable = shift.double() == exact
+    zero_point, shift = torch.where(usable, zero_point, 0), torch.where(usable, shift, offset)
+    return zero_point.to(torch.uint8), shift
 
 
 def row_parts(quantized: QuantizedWeight, rows: int) -> Iterator[QuantizedWeight]:
@@ -127,7 +162,8 @@ def row_parts(quantized: QuantizedWeight, rows: int) -> Iterator[QuantizedWeight
     for start in range(0, quantized.codes.shape[0], rows):
         part = slice(start, start + rows)
         zero_point = None if quantized.zero_point is None else quantized.zero_point[part]
-        yield replace(quantized, codes=quantized.codes[part], scale=quantized.scale[part], zero_point=zero_point)
+        shift = None if quantized.shift is None else quantized.shift[part]
+        yield replace(quantized, codes=quantized.codes[part], scale=quantized.scale[part], zero_point=zero_point, shift=shift)
 
 
 def fake_quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> Tensor:

@@ -1,8 +1,8 @@
 """GGUF files: the place a converted one is kept, and reading one without parsing it three times over.
 
-A GGUF file is one file with weights in blocks of a few bits, config and tokenizer. optkit works on directories, so it is
-converted once (``convert_gguf`` in model.py) and found again by its content. The blocks themselves are not used: the weights
-become float16.
+A GGUF file is one file with weights in blocks of a few bits, config and tokenizer. optkit works on directories, so config
+and tokenizer are written into one once (gguf_support.py), and found again by the file's content. Of an architecture whose
+layout is not known (gguf_layout.py) the weights are written there too, as float16.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 
 from optkit import manifest
 from optkit.checkpoint import files
-from optkit.errors import CheckpointError, DependencyError, storage_errors
-
-MAGIC = b"GGUF"
+from optkit.errors import DependencyError, storage_errors
 
 
 def converted(path: Path, version: str, write: Callable[[Path, Path], None]) -> Path:
@@ -31,12 +29,7 @@ def converted(path: Path, version: str, write: Callable[[Path, Path], None]) -> 
         version: of what converts, part of the key.
         write: fills an empty directory; nothing is left of it if it raises.
 
-    Raises:
-        CheckpointError: not a GGUF file.
     """
-    with open(path, "rb") as handle:
-        if handle.read(len(MAGIC)) != MAGIC:
-            raise CheckpointError(f"{path}: not a GGUF file; download or copy it again")
     key = manifest.json_digest([files.cached_file_digest(path), version])[:32]
     final = files.cache_directory() / "gguf" / key
     if (final / files.CONFIG).is_file():

@@ -14,13 +14,11 @@ Besides the hooks of ``export`` this is the only file that imports transformers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 import functools
-import io
 import json
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from optkit import manifest
-from optkit.checkpoint import files, gguf_cache
+from optkit.checkpoint import files, gguf_cache, gguf_support
 from optkit.checkpoint.affine import QuantizedWeight
+from optkit.checkpoint.compressed import read_quantized
+from optkit.checkpoint.formats import open_packed
+from optkit.checkpoint.gguf_file import read_gguf
+from optkit.checkpoint.gguf_source import Gguf, GgufStore, layout_of
+from optkit.checkpoint.hf import Rules, quiet
 from optkit.checkpoint.modules import (
     PACKED,
     computes_linear,
@@ -47,57 +48,75 @@ from optkit.checkpoint.modules import (
     share_weights,
     unpacked,
 )
+from optkit.checkpoint.packed import Dequantized, Packed
 from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear, pack_weight
 from optkit.checkpoint.sources import Sources
 from optkit.checkpoint.spec import model_spec
-from optkit.checkpoint.store import CODES_NAME, TensorStore, read_quantized, storable, stored_schemes
-from optkit.errors import CheckpointError, OptkitError, UnsupportedError
+from optkit.checkpoint.store import CODES_NAME, TensorStore
+from optkit.errors import CheckpointError, UnsupportedError
 from optkit.manifest import ModelSpec
 from optkit.scheme import QuantScheme, scheme_from_dict
 
 __all__ = ["Checkpoint", "linears", "lm_modules", "open_checkpoint", "quiet", "replace_module"]
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars, reports and warnings off the terminal."""
-    log, bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
-    verbosity = log.get_verbosity()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
-
-
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Opens a HF directory, a GGUF file or a hub id. Reads config and safetensors headers, no weights.
+    """Opens a HF directory, a GGUF file or a hub id. Reads config and headers, no weights.
 
-    A GGUF file is converted to a float16 directory once, in the cache (:func:`files.cache_directory`).
+    What is stored quantized stays so, codes and scales as they are: compressed-tensors, GPTQ, AWQ and GGUF
+    (docs/quantized-checkpoint.md). A GGUF file of an architecture whose layout optkit does not know is read by transformers and
+    kept as a float16 directory in the cache (:func:`files.cache_directory`).
 
     Raises:
         CheckpointError: missing, truncated or damaged; one line that names the file.
         UnsupportedError: an architecture transformers does not know, or weights quantized in a way optkit does not read.
     """
     path = files.locate(model)
-    directory = convert_gguf(path) if path.is_file() else path
+    if path.is_file():
+        return _open_gguf(str(model), path)
+    return _open_directory(str(model), path)
+
+
+def _open_directory(given: str, directory: Path) -> Checkpoint:
     inside = sorted(directory.glob("*.gguf"))
     if inside and not (directory / files.CONFIG).is_file():
         raise CheckpointError(f"{directory}: no {files.CONFIG} here; for the GGUF file give its own path: {inside[0]}")
     raw = files.read_json(directory / files.CONFIG)
     tensors = TensorStore.open(directory)
     stored = raw.get("quantization_config")
-    checkpoint = Checkpoint(str(model), directory, _config(directory), tensors, {})
-    if stored:
-        schemes = stored_schemes(stored, tensors)
-        checkpoint.quantization = {name: schemes[at] for name, at in checkpoint.sources.modules.items()}
+    packed = open_packed(stored, tensors) if stored else None
+    checkpoint = Checkpoint(given, directory, _config(directory), tensors, {}, packed=packed)
+    _open_packed(checkpoint)
     _open_codes(checkpoint)
     return checkpoint
+
+
+def _open_gguf(given: str, path: Path) -> Checkpoint:
+    file = read_gguf(path)
+    layout = layout_of(file)
+    if layout is None:
+        return _open_directory(
+            given, gguf_cache.converted(path, f"floating {transformers.__version__}", gguf_support.write_floating)
+        )
+    store = GgufStore(file, layout)
+    packed = Gguf(store)
+    directory = gguf_cache.converted(path, f"support {transformers.__version__}", gguf_support.write_support)
+    checkpoint = Checkpoint(given, directory, _config(directory), store, {}, packed=packed, gguf=path)
+    _open_packed(checkpoint)
+    return checkpoint
+
+
+def _open_packed(checkpoint: Checkpoint) -> None:
+    """Takes up what the store holds quantized; an embedding tied to a head that is not stored is one tensor with it."""
+    if checkpoint.packed is None or not checkpoint.packed.schemes:
+        return
+    sources, schemes = checkpoint.sources, checkpoint.packed.schemes
+    checkpoint.quantization = {name: schemes[at] for name, at in sources.modules.items()}
+    if sources.tied:
+        embedding, head = lm_modules(sources.model)
+        if embedding in sources.modules and head not in sources.modules and f"{head}.weight" not in sources:
+            checkpoint.shared = True
+            checkpoint.quantization[head] = checkpoint.quantization[embedding]
 
 
 def _open_codes(checkpoint: Checkpoint) -> None:
@@ -140,6 +159,8 @@ class Checkpoint:
         quantization: module name -> scheme of the modules that are quantized; empty for a floating-point checkpoint.
         shared: embedding and lm_head are one *quantized* tensor.
         codes: the codes of modules whose stored weights are dequantized (docs/quantized-checkpoint.md).
+        packed: what reads the quantized weights among :attr:`tensors`; ``None`` where none are.
+        gguf: the GGUF file, when the weights are one's.
     """
 
     given: str
@@ -149,6 +170,8 @@ class Checkpoint:
     quantization: dict[str, QuantScheme]
     shared: bool = False
     codes: TensorStore | None = None
+    packed: Packed | None = None
+    gguf: Path | None = None
 
     @property
     def config(self) -> Any:
@@ -158,7 +181,13 @@ class Checkpoint:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the content: weights, config, tokenizer."""
-        return files.content_digest(self.directory)
+        own = files.content_digest(self.directory)
+        return own if self.gguf is None else manifest.json_digest([own, files.cached_file_digest(self.gguf)])
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files the weights are in."""
+        return sorted(self.directory.glob("*.safetensors")) if self.gguf is None else [self.gguf]
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -168,13 +197,26 @@ class Checkpoint:
     def sources(self) -> Sources:
         """Which stored tensors make which tensor of the model."""
         model = self._bare(torch.float32)
-        return Sources(model, self.tensors, Rules(model))
+        return Sources(model, self.tensors, Rules(model), self.packed)
+
+    def dequantized(self, dtype: torch.dtype = torch.float16) -> Checkpoint:
+        """The same model with floating-point weights: each is dequantized, and rounded to ``dtype``, when it is read.
+
+        An unquantized checkpoint is returned as it is.
+        """
+        if self.packed is None or not self.packed.schemes:
+            return self
+        return dataclasses.replace(
+            self, tensors=Dequantized(self.packed, dtype), quantization={}, shared=False, codes=None, packed=None
+        )
 
     def quantized(self, module: str) -> QuantizedWeight:
         """The codes and scales of a module in :attr:`quantization`."""
         stored = self.sources.modules.get(module)
-        if stored is not None:
-            return read_quantized(self.tensors, stored, self.quantization[module])
+        if stored is None and self.shared:
+            stored = self.sources.modules.get(lm_modules(self.sources.model)[0])
+        if stored is not None and self.packed is not None:
+            return self.packed.read(stored)
         if self.codes is None:
             raise CheckpointError(f"{self.directory}: {module} is said to be quantized, and its tensors are not here")
         own = module if f"{module}.weight_scale" in self.codes else lm_modules(self.sources.model)[0]
@@ -232,9 +274,10 @@ class Checkpoint:
 
     def _packed_tensor(self, module: str, leaf: str, dtype: torch.dtype) -> Tensor:
         quantized = self.quantized(module)
-        tensor = dict(zip(PACKED, (*pack_weight(quantized), quantized.input_scale), strict=True))[leaf]
+        parts = (*pack_weight(quantized), quantized.shift, quantized.input_scale)
+        tensor = dict(zip(PACKED, parts, strict=True))[leaf]
         assert tensor is not None, f"{module} has no {leaf}"
-        return storable(tensor, dtype) if leaf in ("weight_scale", "input_scale") else tensor
+        return tensor if tensor.dtype == torch.uint8 else fitted(tensor, dtype, f"{module}.{leaf}")
 
     def unused_tensors(self) -> list[str]:
         """Stored tensors that no parameter or buffer of the model takes."""
@@ -288,49 +331,6 @@ class Checkpoint:
         files.copy_support_files(self.directory, dest)
 
 
-class Rules:
-    """transformers' own rules for a model: what its stored tensors are renamed to, and how they are converted."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        with quiet():
-            found = get_model_conversion_mapping(model)
-        self._renamings = [rule for rule in found if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in found if isinstance(rule, WeightConverter)]
-        self._state = model.state_dict()
-
-    def place(self, key: str) -> tuple[str, Any, str] | None:
-        """Where stored tensor ``key`` goes: the model's name (of several, the first), the converter or ``None``, and its
-        pattern."""
-        prefix = self._model.base_model_prefix
-        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
-        if name not in self._state:
-            name, pattern = rename_source_key(key, [], [], prefix, self._state)
-        if name not in self._state:
-            return None
-        rule = next((rule for rule in self._converters if pattern in rule.source_patterns), None)
-        return name, rule, pattern or ""
-
-    def results(self, rule: Any, first: str) -> list[str]:
-        """The model's names that a converter makes, when ``first`` is the first."""
-        pattern = rule.target_patterns[0]
-        return [first.replace(pattern, other) for other in rule.target_patterns]
-
-    def convert(self, rule: Any, first: str, tensors: Sequence[tuple[str, str, Callable[[], Tensor]]]) -> dict[str, Any]:
-        """Runs a converter on ``(key, pattern, reader)``; name -> tensor."""
-        rule = copy.deepcopy(rule)
-        for key, pattern, reader in tensors:
-            rule.add_tensor(first, key, pattern, reader)
-        with quiet():
-            made: dict[str, Any] = rule.convert(first, model=self._model, config=self._model.config)
-        return made
-
-    def kept_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """``dtype``, or float32 for a parameter that the model keeps so."""
-        kept = list(self._model._get_dtype_plan(dtype))
-        return torch.float32 if kept and build_glob_alternation(kept)[0].search(name) else dtype
-
-
 def lm_modules(model: Any) -> tuple[str, str]:
     """Names of the token embedding and of lm_head.
 
@@ -373,37 +373,16 @@ def _is_linear(module: Any) -> bool:
     return isinstance(module, Conv1D)
 
 
-def convert_gguf(path: Path) -> Path:
-    """The float16 HF directory made of a GGUF file; made once, then found in the cache by the file's content.
+def fitted(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Scales or shifts in ``dtype``.
 
     Raises:
-        CheckpointError: not a GGUF file, truncated, or of an architecture transformers cannot read from GGUF.
+        UnsupportedError: one overflows there, or becomes zero.
     """
-    return gguf_cache.converted(path, transformers.__version__, _write_gguf)
-
-
-def _write_gguf(path: Path, dest: Path) -> None:
-    where, name = str(path.parent), path.name
-    try:
-        # the GGUF reader has a progress bar of its own
-        with quiet(), gguf_cache.parsed_once(), contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                where, gguf_file=name, dtype=torch.float16, quantization_config=GgufConfig(dequantize=True)
-            )
-            config = {
-                k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_model_name_or_path")
-            }
-            with no_init_weights(), meta_parameters():
-                clean: Any = type(model)(type(model.config)(**config))
-            clean.load_state_dict(model.state_dict(), assign=True)
-            clean.tie_weights()
-            clean.config.dtype = torch.float16
-            clean.generation_config = model.generation_config
-            clean.save_pretrained(dest)
-            tokenizer.save_pretrained(dest)
-    except (OSError, OptkitError):
-        raise
-    except Exception as error:  # the GGUF reader checks little: a short file ends in errors of many types
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: cannot be read as GGUF ({type(error).__name__}: {reason})") from error
+    cast = tensor.to(dtype)
+    if not bool(cast.isfinite().all()) or bool(((cast == 0) & (tensor != 0)).any()):
+        peak, least = tensor.abs().max(), tensor[tensor != 0].abs().min()
+        raise UnsupportedError(
+            f"{name}: values from {least:.3g} to {peak:.3g} do not fit {str(dtype).removeprefix('torch.')}; use float32"
+        )
+    return cast

@@ -14,7 +14,7 @@ from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
 from optkit.errors import UnsupportedError
 from optkit.scheme import QuantScheme
 
-PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "input_scale")
+PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shift", "input_scale")
 
 
 @contextlib.contextmanager
@@ -105,16 +105,17 @@ def meta_quantized(module: nn.Module, scheme: QuantScheme, dtype: torch.dtype, o
     zero_point = None
     if not scheme.symmetric:
         zero_point = torch.empty(outputs, -(-groups * scheme.num_bits // 8), dtype=torch.uint8, device="meta")
+    shift = torch.empty_like(scale) if scheme.shifted else None
     if isinstance(module, nn.Embedding):
-        return QuantEmbedding(packed, scale, zero_point, scheme, factor=row_factor(module), dtype=dtype)
+        return QuantEmbedding(packed, scale, zero_point, scheme, factor=row_factor(module), dtype=dtype, shift=shift)
     bias: Any = getattr(module, "bias", None)
     inputs_scale = None if scheme.dynamic_activations else torch.empty((), dtype=dtype, device="meta")
-    return QuantLinear(packed, scale, zero_point, scheme, None if bias is None else bias.data, inputs_scale)
+    return QuantLinear(packed, scale, zero_point, scheme, None if bias is None else bias.data, inputs_scale, shift)
 
 
 def share_weights(embedding: nn.Module, head: nn.Module) -> None:
     """Makes ``head`` hold the very buffers of ``embedding``."""
-    for name in PACKED[:3]:
+    for name in PACKED[:4]:
         head._buffers[name] = embedding._buffers[name]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.checkpoint.modules import set_tensor
+from optkit.checkpoint.packed import Packed
 from optkit.checkpoint.store import TensorStore
 
 
@@ -41,8 +42,8 @@ class Sources:
         tied: embedding and lm_head are one parameter.
     """
 
-    def __init__(self, model: Any, store: TensorStore, rules: Placing) -> None:
-        self.model, self._store, self._rules = model, store, rules
+    def __init__(self, model: Any, store: TensorStore, rules: Placing, packed: Packed | None = None) -> None:
+        self.model, self._store, self._rules, self._packed = model, store, rules, packed
         self._direct: dict[str, str] = {}  # name -> stored tensor
         self._converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}  # first name -> converter, its tensors and patterns
         self._part_of: dict[str, str] = {}  # name -> first name
@@ -54,17 +55,15 @@ class Sources:
         self.tied = self._embedding_tied()
 
     def _take(self, key: str) -> None:
-        base, _, leaf = key.rpartition(".")
-        quantized = f"{base}.weight_scale" in self._store
-        if quantized and leaf not in ("weight_packed", "weight", "bias"):
+        base = None if self._packed is None else self._packed.part_of(key)
+        if base is not None and self._packed is not None and not self._packed.leads(key):
             return
-        quantized = quantized and leaf != "bias"
-        placed = self._rules.place(f"{base}.weight" if quantized else key)
+        placed = self._rules.place(key if base is None else f"{base}.weight")
         if placed is None:
             self.unused.append(key)
             return
         name, rule, pattern = placed
-        if quantized:
+        if base is not None:
             self.modules[name.removesuffix(".weight")] = base
         elif rule is None:
             self._direct[name] = key

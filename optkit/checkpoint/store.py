@@ -36,7 +36,7 @@ from torch import Tensor
 from optkit import packing
 from optkit.checkpoint.affine import SCALE_DTYPE, QuantizedWeight
 from optkit.errors import CheckpointError, UnsupportedError
-from optkit.scheme import QuantScheme, matches
+from optkit.scheme import QuantScheme
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -245,8 +245,14 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_b
 
 
 def pack_for_store(quantized: QuantizedWeight) -> dict[str, Tensor]:
-    """A quantized matrix as the tensors of its module: ``weight_packed`` and so on, without the module's name."""
+    """A quantized matrix as the tensors of its module: ``weight_packed`` and so on, without the module's name.
+
+    Raises:
+        UnsupportedError: a shifted scheme, for which the format has no place.
+    """
     scheme, codes = quantized.scheme, quantized.codes
+    if scheme.shifted:
+        raise UnsupportedError(f"compressed-tensors holds no shift, so {scheme.describe()} cannot be stored; quantize it anew")
     scale = storable(quantized.scale, SCALE_DTYPE) if scheme.symmetric else quantized.scale.float()
     if scheme.activation_bits == 8:
         tensors = {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale}
@@ -269,39 +275,6 @@ def storable(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
         if torch.equal(cast.to(torch.float32), tensor.to(torch.float32)):
             return cast
     return tensor
-
-
-def read_quantized(store: TensorStore, module: str, scheme: QuantScheme) -> QuantizedWeight:
-    """The quantized matrix stored under ``module``, packed codes to codes.
-
-    Raises:
-        CheckpointError: its tensors are missing or do not fit the scheme.
-        UnsupportedError: a layout optkit does not read (inputs reordered by ``weight_g_idx``).
-    """
-    name = f"{module}.weight"
-    if f"{name}_g_idx" in store:
-        raise UnsupportedError(f"{module}: groups in activation order ({name}_g_idx) are not supported")
-    scale = store.get(f"{name}_scale")
-    try:
-        if scheme.activation_bits == 8:
-            codes = (store.get(name).to(torch.int16) + 128).to(torch.uint8)
-            inputs = store.get(f"{module}.input_scale").reshape(()) if f"{module}.input_scale" in store else None
-            return QuantizedWeight(codes, scale.reshape(codes.shape[0], -1), None, scheme, inputs)
-        rows, columns = (int(n) for n in store.get(f"{name}_shape"))
-        packed = store.get(f"{name}_packed").numpy()
-        codes = torch.from_numpy(packing.unpack_int32(packed, scheme.num_bits, columns))
-        zero_point = None
-        if not scheme.symmetric:
-            words = store.get(f"{name}_zero_point").numpy()
-            zero_point = torch.from_numpy(packing.unpack_int32(words, scheme.num_bits, rows, axis=0))
-        return QuantizedWeight(codes, scale, zero_point, scheme)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{module}: its stored tensors do not fit {scheme.describe()}: {error}") from error
-
-
-def quantized_modules(store: TensorStore) -> list[str]:
-    """Names of the modules stored quantized."""
-    return [name.removesuffix(".weight_scale") for name in store.names() if name.endswith(".weight_scale")]
 
 
 def _args(scheme: QuantScheme) -> dict[str, Any]:
@@ -350,43 +323,3 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Iterable[str
         "ignore": sorted(ignore),
         **({} if all(scheme.symmetric for scheme in schemes.values()) else {"dequantize": True}),
     }
-
-
-def stored_schemes(config: Mapping[str, Any], store: TensorStore) -> dict[str, QuantScheme]:
-    """Module name -> scheme of everything ``store`` holds quantized, as its ``quantization_config`` says.
-
-    Raises:
-        UnsupportedError: another quantization method, or a kind of quantization that is not integer 4 or 8 bit.
-    """
-    method = config.get("quant_method")
-    if method != "compressed-tensors":
-        raise UnsupportedError(f"checkpoints quantized with {method!r} are not read; optkit reads compressed-tensors ones")
-    groups = list(config.get("config_groups", {}).values())
-    found = {}
-    for module in quantized_modules(store):
-        group = next(
-            (g for g in groups if matches(module, [t for t in g["targets"] if t not in ("Linear", "Embedding")])), None
-        )
-        group = group or next((g for g in groups if "Linear" in g["targets"]), None)
-        if group is None:
-            raise CheckpointError(f"{module} is stored quantized, and no group of quantization_config covers it")
-        found[module] = _scheme(module, group)
-    return found
-
-
-def _scheme(module: str, group: Mapping[str, Any]) -> QuantScheme:
-    weights, activations = group["weights"], group.get("input_activations")
-    strategy = weights.get("strategy")
-    fits = weights.get("type", "int") == "int" and weights["num_bits"] in (4, 8) and strategy in ("group", "channel")
-    fits = fits and (activations is None or (activations.get("type", "int") == "int" and activations["num_bits"] == 8))
-    if not fits:
-        raise UnsupportedError(
-            f"{module}: {weights['num_bits']}-bit {weights.get('type')} weights by {strategy} are not supported"
-        )
-    return QuantScheme(
-        num_bits=weights["num_bits"],
-        symmetric=weights.get("symmetric", True),
-        group_size=weights["group_size"] if strategy == "group" else None,
-        activation_bits=16 if activations is None else 8,
-        dynamic_activations=True if activations is None else bool(activations.get("dynamic")),
-    )
