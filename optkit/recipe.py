@@ -53,6 +53,7 @@ class QuantizeRecipe:
 
     scheme: a preset (w4a16, w8a16, w8a8) or alias (int4, int8).
     group_size: inputs sharing a scale, ``channel`` for one scale per output; empty takes the preset's.
+    dynamic_activations: of w8a8: a scale per token found at run time, else one calibrated scale per linear (smoothquant).
     method: rtn, gptq, awq, awq+gptq, smoothquant or auto.
     scale_search: ``mse`` tries scales per group and keeps the least squared error, ``minmax`` takes the range as it is.
     lm_head, embedding: scheme name, ``same`` (as the linears) or ``keep`` (floating point).
@@ -66,6 +67,7 @@ class QuantizeRecipe:
     scheme: str = "w4a16"
     group_size: int | str | None = None
     symmetric: bool = True
+    dynamic_activations: bool = True
     method: str = "rtn"
     scale_search: str = "mse"
     lm_head: str = "same"
@@ -85,6 +87,11 @@ class QuantizeRecipe:
             raise RecipeError(f"quantize.group_size {self.group_size!r}: a number or channel")
         if self.max_kl is not None and not self.max_kl > 0:
             raise RecipeError(f"quantize.max_kl {self.max_kl}: nats, above 0")
+        if not self.dynamic_activations and (self.weights().activation_bits != 8 or self.method != "smoothquant"):
+            raise RecipeError(
+                "quantize.dynamic_activations: false calibrates one scale per linear for int8 activations: "
+                "scheme w8a8 with method smoothquant"
+            )
         if self.weights().num_bits != 4 and self.max_kl is not None:
             raise RecipeError("quantize.max_kl mixes 4 and 8 bits, so the scheme is w4a16")
 
@@ -93,6 +100,8 @@ class QuantizeRecipe:
         changes: dict[str, Any] = {"symmetric": self.symmetric}
         if self.group_size is not None:
             changes["group_size"] = None if self.group_size == "channel" else self.group_size
+        if preset(self.scheme).activation_bits == 8:
+            changes["dynamic_activations"] = self.dynamic_activations
         return preset(self.scheme, **changes)
 
     def part(self, policy: str) -> QuantScheme | None:

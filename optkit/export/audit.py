@@ -21,19 +21,24 @@ import onnx_ir as ir
 
 from optkit.checkpoint.model import Checkpoint
 from optkit.errors import VerificationError
+from optkit.export.features import ATTENTION, PRODUCTS, features, rotary_tables
+from optkit.export.trace import Prepared
 from optkit.export.weights import Weights
-from optkit.io_spec import GraphSpec
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 _ISLAND_BYTES = 4096  # smaller floating-point constants are arithmetic, not weights
+_SUMS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "CumSum", "Pow", "Exp")
+SIZE_LIMIT = 1.02  # of the checkpoint's tensors in the graph's types
+SMALL_BYTES = 4096  # shapes, indices, constants
 
 
-def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Weights, facts: dict[str, Any]) -> dict[str, Any]:
+def audit(model: ir.Model, checkpoint: Checkpoint, prepared: Prepared) -> dict[str, Any]:
     """The audit of a finished graph, as written into the manifest.
 
     Raises:
         VerificationError: a feature of the config has no trace in the graph, or the caches have other sizes.
     """
+    spec, weights = prepared.spec, prepared.weights
     ignored = sorted(set(weights.names()) - weights.consumed)
     found: dict[str, Any] = {
         "tensors": {
@@ -41,11 +46,11 @@ def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Wei
             "not_read_by_forward": ignored,
             "not_of_the_model": checkpoint.unused_tensors(),
         },
-        "features": features(model, spec, checkpoint.config, any("expert" in name for name in weights.names())),
-        "tiers": facts.get("tiers"),
+        "features": features(model, spec, checkpoint.config, prepared.wrapper.model, prepared.calls),
+        "tiers": prepared.facts["tiers"],
         "nodes": dict(Counter(node.op_type for node in model.graph.all_nodes()).most_common()),
         "islands": islands(model, spec.logits_dtype),
-        "bytes": {"graph": graph_bytes(model), "checkpoint": checkpoint_bytes(checkpoint)},
+        "bytes": sizes(model, checkpoint, weights),
     }
     missing = [f"{name} ({feature['config']})" for name, feature in found["features"].items() if feature["evidence"] is None]
     if missing:
@@ -55,98 +60,46 @@ def audit(model: ir.Model, spec: GraphSpec, checkpoint: Checkpoint, weights: Wei
     return found
 
 
-def features(model: ir.Model, spec: GraphSpec, config: Any, has_experts: bool) -> dict[str, dict[str, Any]]:
-    """Feature -> what the config says and what in the graph shows it (``None``: nothing does).
-
-    Configurations give a number of experts even where no layer has any, so ``has_experts`` says whether the model does.
-    """
-    kinds = Counter(node.op_type for node in model.graph.all_nodes())
-    attention = [node for node in model.graph.all_nodes() if node.op_type in ("GroupQueryAttention", "Attention")]
-    out: dict[str, dict[str, Any]] = {}
-
-    def expect(name: str, asked: Any, evidence: Any) -> None:
-        if asked:
-            out[name] = {"config": asked, "evidence": evidence or None}
-
-    keys = [c for c in spec.caches if c.role == "key"]
-    if keys:
-        shapes = sorted({(c.shape[1], c.shape[-1]) for c in keys}, key=str)
-        out["kv_heads_and_size"] = {"config": _kv(config), "evidence": shapes}
-    capped = sum(1 for n in attention if (a := n.attributes.get("softcap")) is not None and a.as_float() > 0)
-    expect(
-        "attention_softcap",
-        _asked(config, "attn_logit_softcapping"),
-        {"attention": capped, "Tanh": kinds["Tanh"]} if capped or kinds["Tanh"] else None,
-    )
-    expect("final_softcap", _asked(config, "final_logit_softcapping"), {"Tanh": kinds["Tanh"]} if kinds["Tanh"] else None)
-    windows = sorted(
-        {a.as_int() for n in attention if (a := n.attributes.get("local_window_size")) is not None and a.as_int() > 0}
-    )
-    masks = kinds["LessOrEqual"] + kinds["Less"] + kinds["Greater"] + kinds["GreaterOrEqual"]
-    expect("window", _window(config), {"attribute": windows, "mask_comparisons": masks} if windows or masks else None)
-    experts = {k: kinds[k] for k in ("MoE", "QMoE", "TopK") if kinds[k]}
-    expect(
-        "experts",
-        next(
-            (v for a in ("num_local_experts", "num_experts", "n_routed_experts") if has_experts and (v := _asked(config, a))),
-            None,
-        ),
-        experts,
-    )
-    sinks = sum(1 for n in attention if n.op_type == "GroupQueryAttention" and len(n.inputs) > 11 and n.inputs[11] is not None)
-    rotary = (
-        sum(1 for n in attention if (a := n.attributes.get("do_rotary")) is not None and a.as_int()) + kinds["RotaryEmbedding"]
-    )
-    out["rotary"] = {"config": _asked(config, "rope_parameters"), "evidence": {"fused": rotary, "Cos": kinds["Cos"]}}
-    if sinks:
-        out["sinks"] = {"config": "attention sinks", "evidence": sinks}
-    tied = sum(1 for v in model.graph.initializers.values() if _looked_up_and_multiplied(v))
-    out["tied_embeddings"] = {
-        "config": bool(getattr(config, "tie_word_embeddings", False)),
-        "evidence": {"shared_tensors": tied},
-    }
-    return out
-
-
-def _looked_up_and_multiplied(value: ir.Value) -> bool:
-    """Is the constant both an embedding table and a matrix?"""
-    kinds = {use.node.op_type for use in value.uses()}
-    return bool(kinds & {"Gather", "GatherBlockQuantized"}) and bool(kinds - {"Gather", "GatherBlockQuantized"})
-
-
-def _kv(config: Any) -> dict[str, Any]:
-    return {a: _asked(config, a) for a in ("num_attention_heads", "num_key_value_heads", "head_dim")}
-
-
-def _asked(config: Any, name: str) -> Any:
-    """An attribute of the config; where transformers refuses it because it differs by layer, the first layer's."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:
-        return getattr(config.per_layer_config[0], name, None)
-
-
-def _window(config: Any) -> Any:
-    """The window, if some layer uses it."""
-    kinds = getattr(config, "layer_types", None)
-    used = kinds is None or any("sliding" in str(kind) or "chunked" in str(kind) for kind in kinds)
-    return _asked(config, "sliding_window") if used and getattr(config, "use_sliding_window", True) else None
-
-
 def islands(model: ir.Model, dtype: str) -> dict[str, Any]:
-    """Floating-point tensors of weight size whose type is not the graph's."""
+    """Where the graph leaves its own floating-point type.
+
+    ``tensors``: constants of weight size of another type. ``products``: products and attention that compute in another
+    type. ``casts``: how many, by type. ``sums``: sums of squares or exponentials in a 16-bit type, which overflows first.
+    """
     wanted = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}[dtype]
     others = [
         name
         for name, v in model.graph.initializers.items()
         if v.const_value is not None and v.dtype in _FLOATS and v.dtype != wanted and v.const_value.nbytes > _ISLAND_BYTES
     ]
-    casts = Counter(str(ir.DataType(n.attributes["to"].as_int())) for n in model.graph.all_nodes() if n.op_type == "Cast")
-    return {"tensors": others, "casts": dict(casts)}
+    nodes = list(model.graph.all_nodes())
+
+    def of(kinds: tuple[str, ...], types: tuple[ir.DataType, ...]) -> dict[str, int]:
+        return dict(Counter(n.op_type for n in nodes if n.op_type in kinds and n.outputs[0].dtype in types))
+
+    casts = Counter(str(ir.DataType(n.attributes["to"].as_int())) for n in nodes if n.op_type == "Cast")
+    return {
+        "tensors": others,
+        "products": of((*PRODUCTS, *ATTENTION), tuple(t for t in _FLOATS if t != wanted)),
+        "casts": dict(casts),
+        "sums": of(_SUMS, (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)),
+    }
 
 
-def graph_bytes(model: ir.Model) -> int:
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+def sizes(model: ir.Model, checkpoint: Checkpoint, weights: Weights) -> dict[str, Any]:
+    """Bytes of the graph's tensors against the checkpoint's tensors in the same types; rotary tables, which no checkpoint
+    holds, are counted apart. ``within_limit``: at most 2 % more."""
+    tensors = {id(v): v.const_value for v in model.graph.initializers.values() if v.const_value is not None}
+    tables = {id(cos): cos.const_value for cos, _ in rotary_tables(model) if cos is not None}
+    graph, made = (sum(t.nbytes for t in some.values() if t is not None) for some in (tensors, tables))
+    expected = weights.nbytes()
+    return {
+        "graph": graph,
+        "rotary_tables": 2 * made,
+        "weights": expected,
+        "checkpoint": checkpoint_bytes(checkpoint),
+        "within_limit": graph - 2 * made <= SIZE_LIMIT * expected + SMALL_BYTES,
+    }
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:

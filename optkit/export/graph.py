@@ -15,13 +15,13 @@ import torch
 
 from optkit.checkpoint.model import Checkpoint
 from optkit.errors import UnsupportedError, UsageError, VerificationError
-from optkit.export import ranges, trace
+from optkit.export import ranges, rounding, trace
 from optkit.export.audit import audit
 from optkit.export.lint import lint, raise_errors
 from optkit.export.lower import accuracy, finish, ort
 from optkit.export.lower import onnx as standard
 from optkit.export.lower.translate import translate
-from optkit.export.verify import smoke_prompt, verify_onnx
+from optkit.export.verify import prompt_feeds, smoke_prompt, verify_onnx
 from optkit.export.weights import Weights, hollow_model
 from optkit.recipe import ExportRecipe
 
@@ -139,7 +139,7 @@ def write_graph(checkpoint: Checkpoint, settings: ExportRecipe, staging: Path, r
         built, verified = written(checkpoint, settings, layout, reference, staging / MODEL_FILE, report)
     facts |= {"graph": built.spec.to_dict(), **built.prepared.facts}
     facts.setdefault("verified", verified)
-    facts["audit"] = audit(built.model, built.spec, checkpoint, built.prepared.weights, facts)
+    facts["audit"] = audit(built.model, checkpoint, built.prepared)
     if settings.dtype != "bf16":
         prompt = ranges.probe_ids(checkpoint)[:SMOKE_PROMPT]
         facts["smoke"] = smoke_prompt(staging / MODEL_FILE, built.spec, prompt, SMOKE_STEPS)
@@ -161,7 +161,9 @@ def written(
         raise_errors(lint(path, settings.flavour, settings.compute_capabilities), str(path.name))
     if settings.dtype == "bf16":
         return built, None
-    return built, verify_onnx(path, built.spec, reference, DTYPES[settings.dtype])
+    verified = verify_onnx(path, built.spec, reference, DTYPES[settings.dtype])
+    rounded = rounding.check(path, prompt_feeds(built.spec, reference), input_scales(checkpoint))
+    return built, {**verified, **({"int8_activations": rounded} if rounded else {})}
 
 
 def build_graph(
@@ -207,6 +209,12 @@ def write_chunks(checkpoint: Checkpoint, settings: ExportRecipe, reference: trac
     return {"chunks_file": CHUNKS_FILE, "chunks_graph": built.spec.to_dict(), "chunks_verified": verified}
 
 
+def input_scales(checkpoint: Checkpoint) -> list[float]:
+    """Calibrated scales of the linears with 8-bit activations."""
+    static = [n for n, s in checkpoint.quantization.items() if s.activation_bits == 8 and not s.dynamic_activations]
+    return [float(checkpoint.tensor_for(f"{name}.input_scale")()) for name in static]
+
+
 def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module, Weights]:
     """A fresh skeleton with hollow weights read from the checkpoint."""
     skeleton = checkpoint.skeleton(dtype)
@@ -216,5 +224,5 @@ def hollow(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[torch.nn.Module,
 def untouched_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> trace.Reference:
     """The model's own answers, computed with one layer's weights in memory at a time."""
     skeleton, weights = hollow(checkpoint, dtype)
-    with weights.streamed(skeleton):
+    with weights.streamed(skeleton), rounding.unrounded(skeleton):
         return trace.reference(skeleton, checkpoint.spec.vocab_size)

@@ -191,6 +191,18 @@ def attention_function(
     record = capture.look(attention_mask, "mask")
     if attention_mask is None:
         attention_mask, record = capture.causal_mask(0), {"window": 0}
+    own = set(module.children())
+    widths = {(True, x.shape[3]) for x in (query, key)} | {(False, x.shape[1] * x.shape[3]) for x in (query, key)}
+    capture.calls.append(
+        {
+            "layer": layer_index,
+            "window": record["window"] if record else None,
+            "scale": scale,
+            "softcap": cap,
+            "sinks": sinks is not None,
+            "qk_norms": sum(norm in own and (by_head, norm.width) in widths for norm, by_head in capture.norms),
+        }
+    )
     mask = attention_mask
     if position_bias is not None:
         blocked = torch.full((), torch.finfo(position_bias.dtype).min, dtype=position_bias.dtype)

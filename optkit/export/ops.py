@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from optkit.checkpoint.affine import fake_quantize_inputs
 from optkit.checkpoint.quant_linear import dequantize_packed
 
 
@@ -122,6 +123,24 @@ def quant_linear(
 
 @quant_linear.register_fake
 def _(x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, num_bits: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@custom_op("optkit::int8_linear", mutates_args=())
+def int8_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None, rounds: bool
+) -> Tensor:
+    """w8a8: ``packed [O, 1, I]``, ``scale [O, 1]``; ``x`` is rounded to int8 first, by ``input_scale`` or by token.
+
+    ``rounds`` = False leaves the rounding out: what is left can be compared to the last digit, while a difference in the last
+    digit before rounding is a whole step after it.
+    """
+    x = fake_quantize_inputs(x, input_scale) if rounds else x
+    return F.linear(x, dequantize_packed(packed, scale, None, 8).to(x.dtype), bias)
+
+
+@int8_linear.register_fake
+def _(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None, rounds: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 

@@ -32,6 +32,7 @@ class Plan:
         additive_masks: the model's own attention code adds the mask, so it is floating point.
         row_lengths: the model computes positions from the cache's length, so that is told by row (row_lengths.py).
         recording: an eager run that fills the fields above.
+        rounding: 8-bit activations are rounded: in the traced run. The eager ones leave that out, see rounding.py.
     """
 
     layout: str
@@ -40,6 +41,7 @@ class Plan:
     additive_masks: bool = False
     row_lengths: bool = False
     recording: bool = True
+    rounding: bool = False
 
 
 @dataclass
@@ -72,6 +74,8 @@ class Capture:
         self._mask_calls = 0
         self.shared: dict[str, Any] = {}  # things made once per forward, by name
         self.attention_layers: list[int | None] = []  # layer of each call of our attention function
+        self.calls: list[dict[str, Any]] = []  # what each of them was asked to do (features.py)
+        self.norms: list[tuple[Any, bool]] = []  # our norm modules that ran, and whether head by head
         self.unfused: dict[int | None, str] = {}  # layer -> why its attention is not tier 1
 
     @classmethod

@@ -30,9 +30,11 @@ class ExportRMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+        self.weight, self.eps, self.width = nn.Parameter(weight, requires_grad=False), eps, weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
+        if Capture.current is not None:
+            Capture.current.norms.append((self, x.dim() == 4))
         return _OPS.rms_norm(x, self.weight, self.eps)
 
 
@@ -60,6 +62,20 @@ class ExportQuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _OPS.quant_linear(x, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias, self.num_bits)
+
+
+class ExportInt8Linear(nn.Module):
+    """:class:`QuantLinear` with 8-bit activations as one op; shares the buffers."""
+
+    def __init__(self, inner: QuantLinear) -> None:
+        super().__init__()
+        self.out_features, self.in_features = inner.out_features, inner.in_features
+        for name in ("weight_packed", "weight_scale", "bias", "input_scale"):
+            self.register_buffer(name, getattr(inner, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounds = Capture.current is not None and Capture.current.plan.rounding
+        return _OPS.int8_linear(x, self.weight_packed, self.weight_scale, self.bias, self.input_scale, rounds)
 
 
 class ExportQuantEmbedding(nn.Module):
@@ -148,7 +164,8 @@ def replace_linears(model: nn.Module) -> int:
     count = 0
     for parent, name, module in children(model):
         if isinstance(module, QuantLinear):
-            setattr(parent, name, ExportQuantLinear(module))
+            eight = module.scheme.activation_bits == 8
+            setattr(parent, name, ExportInt8Linear(module) if eight else ExportQuantLinear(module))
         elif isinstance(module, QuantEmbedding) and type(module).forward is QuantEmbedding.forward:
             setattr(parent, name, ExportQuantEmbedding(module))
             continue

@@ -40,6 +40,7 @@ class Prepared:
         spec: the graph's inputs and outputs.
         facts: what was replaced and how each layer is captured, for the manifest.
         patches: replacements to install while tracing.
+        calls: what the model asked of each call of our attention function.
     """
 
     wrapper: GraphModule
@@ -48,6 +49,7 @@ class Prepared:
     spec: GraphSpec
     facts: dict[str, Any]
     patches: list[tuple[Any, str, Callable[..., Any]]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class GraphModule(nn.Module):
@@ -330,7 +332,7 @@ def settle_tiers(prepared: Prepared, reference: Reference) -> None:
         own_code, plan.fused = True, [False] * len(plan.fused)
     plan.additive_masks = own_code
     error, capture, cache = probe(prepared, reference, steps=min(map(int.__sub__, ROW_LENGTHS, PROMPT_LENGTHS)) // CONTINUED)
-    facts["probe_error"] = error
+    facts["probe_error"], prepared.calls = error, capture.calls
     facts["tiers"] = [
         None if index not in buffered else 1 if is_fused else 2 if capture.attention_layers else 3
         for index, is_fused in enumerate(plan.fused)
@@ -372,6 +374,7 @@ def output_names(spec: GraphSpec) -> list[str]:
 def capture(prepared: Prepared) -> torch.export.ExportedProgram:
     """Traces once. The plan must be settled."""
     inputs = sample_inputs(prepared.spec, dtype=prepared.dtype)
+    prepared.wrapper.plan.rounding = True
     with torch.no_grad(), substitute.patched(prepared.patches), hooks.exporter_patches(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(prepared.wrapper, inputs, dynamic_shapes=dynamic_shapes(prepared.spec), strict=False)

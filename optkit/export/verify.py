@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from optkit import io_spec
 from optkit.errors import VerificationError
+from optkit.export import rounding
 from optkit.export.segments import SegmentedSession, tensor_bytes
 from optkit.export.trace import PROMPT_LENGTHS, Reference
 from optkit.io_spec import GraphSpec
@@ -35,7 +36,7 @@ WHOLE_BYTES = 1 << 30
 
 
 def open_exact(path: Path) -> Any:
-    """A CPU session over the file with every quantized matmul computing in float32."""
+    """A CPU session over the file with every quantized matmul computing in float32, and no activation rounded."""
     return open_graph(path, exact=True)
 
 
@@ -47,6 +48,7 @@ def open_graph(path: Path, exact: bool) -> Any:
     """
     model = onnx.load(str(path), load_external_data=False)
     if exact:
+        rounding.bypass(model)
         for node in model.graph.node:
             for attribute in node.attribute:
                 if attribute.name == "accuracy_level":
@@ -79,6 +81,14 @@ class Runner:
 
     def step(self, rows: list[list[int]], positions: list[int] | None = None) -> NDArray[np.float32]:
         """Appends ``rows`` (ragged only on the first call, except in ``chunks``); logits ``[B, N, V]``."""
+        feeds = self.feeds(rows, positions)
+        logits, *presents = self.session.run([io_spec.LOGITS, *(c.present for c in self.spec.caches)], feeds)
+        self.pasts = {c.past: present for c, present in zip(self.spec.caches, presents, strict=True)}
+        self.lens = self.lens + np.array([len(row) for row in rows], np.int64)
+        return np.asarray(logits, np.float32)
+
+    def feeds(self, rows: list[list[int]], positions: list[int] | None = None) -> dict[str, NDArray[Any]]:
+        """What :meth:`step` gives the graph."""
         counts = np.array([len(row) for row in rows], np.int64)
         width = int(counts.max())
         left = self.spec.layout == "growing"
@@ -86,10 +96,7 @@ class Runner:
         feeds: dict[str, Any] = {io_spec.INPUT_IDS: ids, **self.where(ids, counts, width), **self.pasts}
         if self.spec.optional_logits_positions and (positions is not None or self.spec.layout == "scatter"):
             feeds[io_spec.LOGITS_POSITIONS] = np.array([-1] if positions is None else positions, np.int64)
-        logits, *presents = self.session.run([io_spec.LOGITS, *(c.present for c in self.spec.caches)], feeds)
-        self.pasts = {c.past: present for c, present in zip(self.spec.caches, presents, strict=True)}
-        self.lens = self.lens + counts
-        return np.asarray(logits, np.float32)
+        return feeds
 
     def where(self, ids: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> dict[str, Any]:
         layout = self.spec.layout
@@ -104,6 +111,12 @@ class Runner:
             return {io_spec.ATTENTION_MASK: self.mask}
         total = self.lens + counts
         return {io_spec.ATTENTION_MASK: (np.arange(total.max())[None] < total[:, None]).astype(np.int64)}
+
+
+def prompt_feeds(spec: GraphSpec, reference: Reference) -> dict[str, NDArray[Any]]:
+    """The inputs of the reference's ragged first prompt."""
+    prompts = [row[:n] for row, n in zip(reference.rows, PROMPT_LENGTHS, strict=True)]
+    return Runner(None, spec, len(prompts), max(len(row) for row in reference.rows)).feeds(prompts)
 
 
 def artifact_error(session: Any, spec: GraphSpec, reference: Reference) -> dict[str, float]:

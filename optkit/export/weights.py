@@ -22,12 +22,14 @@ Reader = Callable[[], Tensor]
 
 @dataclass
 class Hollow:
-    """One hollow tensor: the object the model holds, its empty data, and what reads the real data."""
+    """One hollow tensor: the object the model holds, its empty data, and what reads the real data; ``derived`` from another,
+    or of the checkpoint."""
 
     tensor: Tensor
     data: Tensor
     read: Reader
     name: str
+    derived: bool = False
 
 
 class Weights:
@@ -50,7 +52,9 @@ class Weights:
         shape = change(torch.empty(base.shape, dtype=base.dtype, device="meta"))
         empty = torch.empty(shape.shape, dtype=shape.dtype)
         self.consumed.add(hollow.name)
-        return self.add(empty, lambda: change(hollow.read()).contiguous(), name)
+        made = self.add(empty, lambda: change(hollow.read()).contiguous(), name)
+        self._by_address[made.data_ptr()].derived = True
+        return made
 
     def find(self, tensor: Tensor) -> Hollow | None:
         """The hollow tensor that ``tensor`` is, or a whole view of."""
@@ -69,6 +73,10 @@ class Weights:
     def names(self) -> list[str]:
         """Of every hollow tensor."""
         return [hollow.name for hollow in self._by_address.values()]
+
+    def nbytes(self) -> int:
+        """Of the checkpoint's tensors, each once, in the types they have here."""
+        return sum(h.data.nbytes for h in self._by_address.values() if not h.derived)
 
     @contextlib.contextmanager
     def loaded(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.affine import QuantizedWeight, dequantize, quantize, range_scale
+from optkit.checkpoint.affine import QuantizedWeight, dequantize, quantize, range_scale, safe_scale
 from optkit.quantize.awq import RANGE, SCORED_ROWS, Smoothing, sample_rows
 from optkit.quantize.blocks import Calibrated, Options
 from optkit.quantize.linear_groups import Group
@@ -114,4 +114,4 @@ def quantize_linear(weight: Tensor, scheme: QuantScheme, statistics: Statistics)
     rounded = round_to_nearest(weight, scheme, statistics.diagonal if statistics.tokens else None)
     if scheme.activation_bits != 8 or scheme.dynamic_activations:
         return rounded
-    return QuantizedWeight(rounded.codes, rounded.scale, rounded.zero_point, scheme, static_scale(statistics))
+    return QuantizedWeight(rounded.codes, rounded.scale, rounded.zero_point, scheme, safe_scale(static_scale(statistics)))

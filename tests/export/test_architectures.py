@@ -127,7 +127,7 @@ def test_logits_that_are_not_finite_are_an_infinite_error() -> None:
 
 
 def test_the_sweep_reports_an_error_and_goes_on() -> None:
-    result = architectures.sweep_one("no such architecture")
+    (result,) = architectures.sweep_one("no such architecture")
     assert result.status == "failed"
     assert "no such architecture" in result.message
     assert any("tiny.py" in frame for frame in result.where)
@@ -158,6 +158,8 @@ def test_an_exported_model_of_an_architecture_nobody_prepared_for_answers_like_t
 
 
 def check_sweep(name: str) -> None:
-    result = architectures.sweep_one(name)
-    assert result.status == "ok", architectures.line_of(result)
-    assert result.parity.worst <= budgets.EXPORT_RELATIVE_ERROR
+    for result in architectures.sweep_one(name, architectures.TARGETS):
+        assert result.status == "ok", architectures.line_of(result)
+        assert result.parity.worst <= budgets.EXPORT_RELATIVE_ERROR
+        assert result.evaluator <= budgets.EXPORT_RELATIVE_ERROR
+        assert result.facts["within_size"], result.facts

@@ -15,7 +15,7 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 
 from optkit.errors import VerificationError
-from optkit.export.lower import bfloat16, passes, portable
+from optkit.export.lower import bfloat16, int8, passes, portable
 from optkit.export.weights import Weights
 from optkit.io_spec import GraphSpec
 
@@ -108,6 +108,7 @@ def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
     cancel(model)
     passes.fuse_skip_norms(model.graph)
     passes.pack_siblings(model.graph)
+    int8.expand_linears(model.graph, wide=True)
     return end(model)
 
 
@@ -118,6 +119,7 @@ def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetri
     portable.restore_tables(model.graph)
     portable.transpose_constants(model.graph, tied)
     passes.pack_siblings(model.graph)
+    int8.expand_linears(model.graph, wide=spec.layout != "scatter")
     portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))
     portable.standard_quantized_linears(model.graph, symmetric_only)
     return end(model, required_positions=spec.layout == "scatter")

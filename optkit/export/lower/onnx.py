@@ -7,6 +7,7 @@ sdpa, cache_write     ``Attention``, ``TensorScatter``
 linear                ``MatMul`` by the transposed weight; a head tied to the embedding: ``Transpose`` of the one tensor
 quant_linear          blocked ``DequantizeLinear`` of ``[I, O]`` int4/int8 (uint4/uint8 with zero points) + ``MatMul``; ONNX
                       Runtime recognises the pair and runs its MatMulNBits kernel
+int8_linear           ``QuantizeLinear``, ``DequantizeLinear`` and ``MatMul`` (int8.py)
 quant_embedding       ``Gather`` of packed bytes, taken apart with ``BitwiseAnd`` and ``BitShift``, times the gathered scales
 rms_norm, rope        ``RMSNormalization``, ``RotaryEmbedding`` (opset 23)
 moe                   none: the model's own batched formulation is traced

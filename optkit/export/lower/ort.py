@@ -8,6 +8,7 @@ cache_write           ``TensorScatter`` (opset 24) at the rows' past lengths
 linear                ``MatMul`` by the transposed weight; a head tied to the embedding ``FusedMatMul(transB)`` on the one
                       tensor
 quant_linear          ``MatMulNBits``
+int8_linear           ``QuantizeLinear``, ``DequantizeLinear`` and ``MatMul``, which become integer products (int8.py)
 quant_embedding       ``GatherBlockQuantized`` on the very tensors of the tied head
 rms_norm              ``SimplifiedLayerNormalization``, with the residual add ``SkipSimplifiedLayerNormalization`` (passes.py)
 rope                  com.microsoft ``RotaryEmbedding``
@@ -23,7 +24,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from optkit.export.lower import contrib, recurrent_ort
+from optkit.export.lower import contrib, int8, recurrent_ort
 from optkit.export.lower.contrib import opset, typed
 
 OPSET = 24
@@ -52,6 +53,7 @@ class OrtTable:
             "rope",
             "linear",
             "quant_linear",
+            "int8_linear",
             "quant_embedding",
             "attention",
             "sdpa",
@@ -120,6 +122,11 @@ class OrtTable:
             accuracy_level=self.accuracy_level,
         )
         return typed(out, x, [*x.shape[:-1], rows])
+
+    def int8_linear(self, x: Any, packed: Any, scale: Any, bias: Any, input_scale: Any, rounds: bool) -> Any:
+        """Written as ``Int8Linear``; int8.expand_linears takes it apart."""
+        out = int8.Int8Linear(x, packed, scale, bias, input_scale)
+        return typed(out, x, [*x.shape[:-1], packed.shape[0]])
 
     def quant_embedding(self, ids: Any, packed: Any, scale: Any, zero_point: Any, num_bits: int) -> Any:
         op = self.op

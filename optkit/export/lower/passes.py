@@ -304,6 +304,8 @@ def _packable(node: ir.Node) -> tuple[Any, ...] | None:
     if node.op_type == "MatMulNBits":
         attributes = tuple(node.attributes[a].as_int() for a in ("K", "bits", "block_size", "accuracy_level"))
         return ("MatMulNBits", *attributes, tuple(v is None for v in node.inputs))
+    if node.op_type == "Int8Linear":
+        return ("Int8Linear", id(node.inputs[4]) if len(node.inputs) > 4 else None, tuple(v is None for v in node.inputs))
     if node.op_type == "MatMul" and len(node.inputs[1].shape or ()) == 2:  # type: ignore[union-attr]
         return ("MatMul", node.inputs[1].dtype)  # type: ignore[union-attr]
     return None
@@ -330,10 +332,13 @@ def _pack(graph: ir.Graph, family: list[ir.Node], tag: str) -> None:
     found = _attention_of(family)
     ordered = found[1] if found else family
     x, first = family[0].inputs[0], family[0]
-    axis = 0 if first.op_type == "MatMulNBits" else 1
+    axis = 1 if first.op_type == "MatMul" else 0
     inputs: list[ir.Value | None] = [x]
     for slot in range(1, len(first.inputs)):
         values = [n.inputs[slot] for n in ordered]
+        if first.op_type == "Int8Linear" and slot == 4:  # the input's scale, the same for all
+            inputs.append(values[0])
+            continue
         inputs.append(None if values[0] is None else concatenated(graph, f"{tag}.{slot}", values, axis))  # type: ignore[arg-type]
     widths = [int(n.outputs[0].shape[-1]) for n in ordered]  # type: ignore[index, arg-type]
     attributes = {name: a.value for name, a in first.attributes.items()}

@@ -52,13 +52,14 @@ class StandardStateTable:
         ]
         if beta is not None:
             per_token.append(op.Unsqueeze(beta, self.ints(3, 4)))
+        by_token = [op.Transpose(x, perm=[1, 0, 2, 3, 4]) for x in per_token]  # axis 0: all that every runtime scans along
         final, out = call_op(
-            "Scan", state, *per_token, _num_outputs=2, body=_body(len(per_token), self.version), num_scan_inputs=len(per_token),
-            scan_input_axes=[1] * len(per_token), scan_output_axes=[1],
-        )  # fmt: skip
+            "Scan", state, *by_token, _num_outputs=2, body=_body(len(by_token), self.version), num_scan_inputs=len(by_token)
+        )
         typed(final, state, state.shape)
-        typed(out, v, [v.shape[0], v.shape[1], heads, 1, size])
-        return typed(op.Squeeze(out, self.ints(3)), v, v.shape), final
+        typed(out, v, [v.shape[1], v.shape[0], heads, 1, size])
+        out = op.Transpose(op.Squeeze(out, self.ints(3)), perm=[1, 0, 2, 3])
+        return typed(out, v, v.shape), final
 
     def causal_conv(self, x: Any, past: Any, weight: Any, bias: Any, silu: bool) -> Any:
         op = self.op
