@@ -356,7 +356,7 @@ def gguf_file(tmp_path):
     return write_gguf(tmp_path / "model.gguf")
 
 
-def test_a_gguf_file_is_converted_once_into_a_plain_directory(gguf_file, monkeypatch, capfd):
+def test_config_and_tokenizer_of_a_gguf_file_are_written_once_and_its_tensors_are_read_in_place(gguf_file, monkeypatch, capfd):
     checkpoint = open_checkpoint(gguf_file)
     assert checkpoint.given == str(gguf_file)
     assert checkpoint.directory.is_dir()
@@ -367,7 +367,7 @@ def test_a_gguf_file_is_converted_once_into_a_plain_directory(gguf_file, monkeyp
     assert "Converting" not in capfd.readouterr().err
     first = logits(checkpoint.load(), torch.tensor([[1, 2, 3]]))
     assert first.isfinite().all()
-    monkeypatch.setattr(under_test, "_write_gguf", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr(under_test.gguf_support, "write_support", lambda *_: pytest.fail("converted again"))
     again = open_checkpoint(gguf_file.rename(gguf_file.with_name("renamed.gguf")))
     assert again.directory == checkpoint.directory
     assert torch.equal(logits(again.load(), torch.tensor([[1, 2, 3]])), first)

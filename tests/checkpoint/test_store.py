@@ -10,7 +10,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from optkit.checkpoint import affine, store
-from optkit.checkpoint.store import TensorStore, pack_for_store, quantization_config, read_quantized, stored_schemes
+from optkit.checkpoint.compressed import read_quantized, stored_schemes
+from optkit.checkpoint.formats import open_packed
+from optkit.checkpoint.store import TensorStore, pack_for_store, quantization_config
 from optkit.errors import CheckpointError, StorageError, UnsupportedError, storage_errors
 from optkit.scheme import QuantScheme
 
@@ -220,7 +222,7 @@ def test_codes_that_do_not_fit_their_scheme_are_refused_by_name(tmp_path):
 
 
 def test_reordered_groups_are_refused(tmp_path):
-    made = {**pack_for_store(quantized(W4)), "weight_g_idx": torch.zeros(192, dtype=torch.int32)}
+    made = {**pack_for_store(quantized(W4)), "weight_g_idx": (torch.arange(192) % 6).int()}
     store.write_shards(tmp_path, [(f"m.{leaf}", tensor) for leaf, tensor in made.items()])
     with pytest.raises(UnsupportedError, match="activation order"):
         read_quantized(TensorStore.open(tmp_path), "m", W4)
@@ -283,7 +285,7 @@ def test_what_is_not_integer_four_or_eight_bit_is_refused(tmp_path, change, mess
         config.update(change)
     store.write_shards(tmp_path, [(f"m.{leaf}", t) for leaf, t in pack_for_store(quantized(W4)).items()])
     with pytest.raises(UnsupportedError, match=message):
-        stored_schemes(config, TensorStore.open(tmp_path))
+        open_packed(config, TensorStore.open(tmp_path))
 
 
 def test_storable_takes_the_first_type_that_holds_the_values_exactly():
