@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from optkit.errors import RecipeError, UsageError, nearest
+from optkit.errors import RecipeError, UnsupportedError, UsageError, nearest
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -97,6 +97,7 @@ PRESETS: dict[str, QuantScheme] = {
     "w8a8": QuantScheme(num_bits=8, group_size=None, activation_bits=8),
 }
 ALIASES = {"int4": "w4a16", "int8": "w8a16"}
+FLOATING = ("fp8", "float8", "f8", "fp4", "nvfp4", "mxfp4", "mxfp8")
 
 
 def preset(name: str, **changes: Any) -> QuantScheme:
@@ -104,9 +105,14 @@ def preset(name: str, **changes: Any) -> QuantScheme:
 
     Raises:
         RecipeError: unknown name, naming the nearest known one.
+        UnsupportedError: a floating-point format of 8 or 4 bits.
     """
     key = str(name).lower()
     key = ALIASES.get(key, key)
+    if any(part in key for part in FLOATING):
+        raise UnsupportedError(
+            f"scheme {name!r}: optkit quantizes to integers only; w8a8 runs 8-bit products on every GPU, w4a16 is the smallest"
+        )
     if key not in PRESETS:
         known = (*PRESETS, *ALIASES)
         raise RecipeError(f"scheme {name!r} is not known{nearest(key, known)}; known: {', '.join(known)}")

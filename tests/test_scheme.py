@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from optkit.errors import RecipeError, UsageError
+from optkit.errors import RecipeError, UnsupportedError, UsageError
 from optkit.scheme import PRESETS, QuantScheme, check_group_sizes, matches, preset, scheme_from_dict
 
 
@@ -39,6 +39,12 @@ def test_int8_and_int4_are_weight_only_names():
 def test_an_unknown_scheme_names_the_nearest():
     with pytest.raises(RecipeError, match="did you mean 'w4a16'"):
         preset("w4a61")
+
+
+@pytest.mark.parametrize("name", ["fp8", "FP8", "float8_e4m3fn", "nvfp4", "mxfp4"])
+def test_floating_point_formats_are_refused_with_what_there_is_instead(name):
+    with pytest.raises(UnsupportedError, match=r"integers only; w8a8 .* w4a16"):
+        preset(name)
 
 
 def test_a_scheme_survives_its_dictionary():
