@@ -124,12 +124,14 @@ def _tensorrt() -> dict[str, Any]:
 
 
 def _providers() -> list[str]:
-    """ONNX Runtime's execution providers on this machine."""
+    """ONNX Runtime's execution providers that load on this machine; it lists those it was built with, libraries or not."""
     try:
         import onnxruntime
+
+        from optkit.runtime.backends import _providers
     except ImportError:
         return []
-    return list(onnxruntime.get_available_providers())
+    return [name for name in onnxruntime.get_available_providers() if _providers.loads(name)]
 
 
 def _abilities(installed: set[str]) -> list[dict[str, str]]:

@@ -39,6 +39,7 @@ EXTRA: dict[str, set[str]] = {
     "export/rounding.py": {"onnxruntime"},
     "export/state_hooks.py": {"transformers"},
     "runtime/backends/ort.py": {"onnxruntime"},
+    "runtime/backends/_providers.py": {"onnxruntime"},
     "runtime/backends/torch_ref.py": {"torch", "checkpoint"},
     "runtime/backends/trt.py": {"torch", "tensorrt", "tensorrt_rtx", "cuda"},
     "export/engine.py": {"tensorrt", "tensorrt_rtx"},

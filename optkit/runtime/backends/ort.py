@@ -26,6 +26,7 @@ growing    the same number of tokens for every row       a ragged first prompt i
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,17 @@ import numpy as np
 import onnxruntime
 
 from optkit import manifest
-from optkit.errors import ArtifactError, EngineError, UnsupportedError, UsageError
+from optkit.errors import ArtifactError, EngineError, UnsupportedError
 from optkit.io_spec import GraphSpec
 from optkit.manifest import ModelSpec
 from optkit.runtime.backends._foreign import foreign_graph, foreign_model
 from optkit.runtime.backends._growing import GrowingCache
 from optkit.runtime.backends._inplace import InPlaceCache
+from optkit.runtime.backends._providers import CPU, check_loaded, first_of, providers_for, with_options
 from optkit.runtime.base import Ids, Logits, Session
 from optkit.runtime.limits import SessionLimits
 
-OPTIONS = ("device", "chunks", "spin", "profile")
-DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+OPTIONS = ("device", "chunks", "spin", "profile", "provider_options")
 
 
 def open_backend(
@@ -54,6 +55,7 @@ def open_backend(
     chunks: bool = False,
     spin: bool = True,
     profile: str | None = None,
+    provider_options: Mapping[str, Any] | None = None,
 ) -> OrtSession:
     """Opens an artifact, or a directory with ``model.onnx`` and ``config.json`` made by another exporter.
 
@@ -61,16 +63,25 @@ def open_backend(
         path: the directory.
         threads: CPU threads; ``None`` is every CPU this process may use.
         limits: see :class:`SessionLimits`.
-        device: ``cpu`` or ``cuda``; ``None`` takes CUDA where the installed ONNX Runtime has it and a GPU is there.
+        device: ``cpu``, ``cuda``, ``tensorrt`` or ``tensorrt-rtx`` (the last two for target ``onnx``); ``None`` takes CUDA
+            where the installed ONNX Runtime can load it, else the CPU.
         chunks: run the graph that takes another number of tokens from each row (exported with ``chunks: true``); for batches
             whose rows come and go (:mod:`optkit.runtime.scheduler`).
         spin: let idle threads spin between operators; ``False`` leaves the CPU to others at the price of latency.
         profile: write the engine's profile to files with this prefix.
+        provider_options: of the device's execution provider, by ONNX Runtime's names (``{"trt_fp16_enable": True}``).
+
+    Raises:
+        ArtifactError: incomplete or damaged, or ONNX Runtime cannot load it.
+        EngineError: the device's provider did not load.
+        UnsupportedError, UsageError: no such device here, or not for this graph.
     """
     directory = Path(path)
-    model_file, graph, spec = _described(directory, chunks)
-    provider = _provider(device)
-    engine = _load(directory / model_file, provider, threads, spin, profile)
+    model_file, graph, spec, target = _described(directory, chunks)
+    providers = with_options(providers_for(device, target), provider_options)
+    engine = _load(directory / model_file, providers, threads, spin, profile)
+    if device is not None:
+        check_loaded(engine, first_of(providers), str(directory))
     if graph is None:
         graph = foreign_graph([(i.name, i.shape, i.type) for i in engine.get_inputs()], spec)
     return OrtSession(engine, graph, spec, directory, limits or SessionLimits())
@@ -97,7 +108,7 @@ class OrtSession(Session):
         self.recurrent = graph.recurrent
         self.rope_switch = graph.rope_switch
         self.engine = engine
-        self.device = "cuda" if engine.get_providers()[0] == DEVICES["cuda"] else "cpu"
+        self.device = "cuda" if engine.get_providers()[0] != CPU else "cpu"
         kind = GrowingCache if graph.layout == "growing" else InPlaceCache
         self.cache: InPlaceCache | GrowingCache = kind(_Engine(engine, self.device, directory), graph, spec.vocab_size)
 
@@ -157,12 +168,12 @@ class _Engine:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, self.device, 0)
 
 
-def _described(directory: Path, chunks: bool) -> tuple[str, GraphSpec | None, ModelSpec]:
-    """Model file, graph contract (``None`` for another exporter's model) and model facts of a directory."""
+def _described(directory: Path, chunks: bool) -> tuple[str, GraphSpec | None, ModelSpec, str]:
+    """Model file, graph contract (``None`` for another exporter's model), model facts and target of a directory."""
     if not (directory / manifest.FILE_NAME).is_file():
         if not (directory / "model.onnx").is_file():
             raise ArtifactError(f"{directory}: no {manifest.FILE_NAME} and no model.onnx here; export the model first")
-        return "model.onnx", None, foreign_model(directory)
+        return "model.onnx", None, foreign_model(directory), "of another exporter"
     read = manifest.read_manifest(directory, kind="artifact")
     manifest.check_files(directory, read)
     if chunks and "chunks_file" not in read.facts:
@@ -180,23 +191,12 @@ def _described(directory: Path, chunks: bool) -> tuple[str, GraphSpec | None, Mo
         )
     if read.model is None:
         raise ArtifactError(f"{directory}: {manifest.FILE_NAME} says nothing of the model; export it again")
-    return model_file, graph, read.model
+    return model_file, graph, read.model, str(read.facts.get("target"))
 
 
-def _provider(device: str | None) -> str:
-    available = onnxruntime.get_available_providers()
-    if device is None:
-        device = "cuda" if DEVICES["cuda"] in available else "cpu"
-    if device not in DEVICES:
-        raise UsageError(f"device {device!r}: cpu or cuda")
-    if DEVICES[device] not in available:
-        raise UnsupportedError(
-            f"device {device!r}: the installed ONNX Runtime has {', '.join(available)}; pip install 'optkit[gpu]'"
-        )
-    return DEVICES[device]
-
-
-def _load(path: Path, provider: str, threads: int | None, spin: bool, profile: str | None) -> onnxruntime.InferenceSession:
+def _load(
+    path: Path, providers: list[Any], threads: int | None, spin: bool, profile: str | None
+) -> onnxruntime.InferenceSession:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads or available_cpus()
     settings.inter_op_num_threads = 1
@@ -207,7 +207,6 @@ def _load(path: Path, provider: str, threads: int | None, spin: bool, profile: s
     if profile:
         settings.enable_profiling = True
         settings.profile_file_prefix = profile
-    providers = [provider] if provider == DEVICES["cpu"] else [provider, DEVICES["cpu"]]
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # the library's exceptions share no base class
