@@ -7,8 +7,7 @@
 * bytes of the graph's tensors against the checkpoint's.
 
 Numbers are judged by verify.py and ``optkit validate``; the audit says where to look. It raises only where the graph
-contradicts the
-config: wrong KV heads or head size, or a cap, sink or expert that vanished.
+contradicts the config: wrong KV heads or head size, or a cap, sink or expert that vanished.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from optkit.checkpoint.model import Checkpoint
@@ -88,11 +88,12 @@ def islands(model: ir.Model, dtype: str) -> dict[str, Any]:
 
 def sizes(model: ir.Model, checkpoint: Checkpoint, weights: Weights) -> dict[str, Any]:
     """Bytes of the graph's tensors against the checkpoint's tensors in the same types; rotary tables and the boolean mask
-    tables of a model's own attention code, which no checkpoint holds, are counted apart. ``within_limit``: at most 2 % more."""
+    tables of a model's own attention code, which no checkpoint holds, are counted apart, each mask once. ``within_limit``: at
+    most 2 % more."""
     tensors = {id(v): v.const_value for v in model.graph.initializers.values() if v.const_value is not None}
     tables = {id(cos): cos.const_value for cos, _ in rotary_tables(model) if cos is not None}
     graph, made = (sum(t.nbytes for t in some.values() if t is not None) for some in (tensors, tables))
-    masks = sum(t.nbytes for t in tensors.values() if t is not None and t.dtype == ir.DataType.BOOL)
+    masks = sum({t.tobytes(): t.nbytes for t in tensors.values() if t is not None and is_mask(t)}.values())
     expected = weights.nbytes()
     return {
         "graph": graph,
@@ -102,6 +103,13 @@ def sizes(model: ir.Model, checkpoint: Checkpoint, weights: Weights) -> dict[str
         "checkpoint": checkpoint_bytes(checkpoint),
         "within_limit": graph - 2 * made - masks <= SIZE_LIMIT * expected + SMALL_BYTES,
     }
+
+
+def is_mask(tensor: ir.TensorProtocol) -> bool:
+    """A table of which position sees which: boolean, square, and nobody sees what comes after it."""
+    if tensor.dtype != ir.DataType.BOOL or len(tensor.shape) < 2 or tensor.shape[-1] != tensor.shape[-2]:
+        return False
+    return not np.triu(tensor.numpy(), 1).any()
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:
