@@ -52,16 +52,26 @@ class ExportLinear(nn.Module):
 
 
 class ExportQuantLinear(nn.Module):
-    """:class:`QuantLinear` as one op; shares the buffers."""
+    """:class:`QuantLinear` as one op; shares the buffers.
+
+    The shift of a shifted scheme is the same for all inputs of a group, so it multiplies their sum: a second product, of
+    ``[.., G]`` sums and ``[G, O]`` shifts. Kernels have no place for it, and the integer zero points stay small ones.
+    """
+
+    weight_shift: Tensor | None
 
     def __init__(self, inner: QuantLinear) -> None:
         super().__init__()
         self.num_bits, self.out_features, self.in_features = inner.scheme.num_bits, inner.out_features, inner.in_features
-        for name in ("weight_packed", "weight_scale", "weight_zero_point", "bias"):
+        for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shift", "bias"):
             self.register_buffer(name, getattr(inner, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _OPS.quant_linear(x, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias, self.num_bits)
+        y = _OPS.quant_linear(x, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias, self.num_bits)
+        if self.weight_shift is None:
+            return y
+        sums = x.unflatten(-1, (self.weight_shift.shape[1], -1)).sum(-1)
+        return y + sums @ self.weight_shift.t()
 
 
 class ExportInt8Linear(nn.Module):
@@ -81,14 +91,19 @@ class ExportInt8Linear(nn.Module):
 class ExportQuantEmbedding(nn.Module):
     """:class:`QuantEmbedding` as one op, its constant factor and dtype after it; shares the buffers."""
 
+    weight_shift: Tensor | None
+
     def __init__(self, inner: QuantEmbedding) -> None:
         super().__init__()
         self.num_bits, self.factor, self.dtype = inner.scheme.num_bits, inner.factor, inner.dtype
-        for name in ("weight_packed", "weight_scale", "weight_zero_point"):
+        for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shift"):
             self.register_buffer(name, getattr(inner, name))
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = _OPS.quant_embedding(ids, self.weight_packed, self.weight_scale, self.weight_zero_point, self.num_bits)
+        if self.weight_shift is not None:
+            shift = nn.functional.embedding(ids, self.weight_shift)
+            rows = (rows.unflatten(-1, (shift.shape[-1], -1)) + shift.unsqueeze(-1)).flatten(-2)
         rows = rows.to(self.dtype)
         return rows if self.factor == 1.0 else rows * self.factor
 
