@@ -43,7 +43,7 @@ def open_session(path: str | Path, backend: str | None = None, threads: int | No
     """
     directory = Path(path)
     if backend is None:
-        backend = _backend_for(directory)
+        backend = backend_for(directory)
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r}: there is {', '.join(BACKENDS)}{nearest(backend, tuple(BACKENDS))}")
     if threads is not None and threads < 1:
@@ -67,7 +67,7 @@ def open_session(path: str | Path, backend: str | None = None, threads: int | No
     return session
 
 
-def _backend_for(path: Path) -> str:
+def backend_for(path: Path) -> str:
     """By what the directory is: its manifest decides, and without one it is a checkpoint, or somebody else's ONNX model."""
     if (path / manifest.FILE_NAME).is_file():
         read = manifest.read_manifest(path)

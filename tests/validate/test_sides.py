@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import optkit
+from optkit.checkpoint.quant_linear import QuantEmbedding, QuantLinear
 from optkit.validate import sides
 
 
@@ -11,13 +12,20 @@ def test_a_quantized_checkpoint_is_dequantized_once_and_gives_the_same_numbers(t
     ids, lengths = np.array([[1, 40, 41, 42]]), np.array([4])
     with sides.opened(tiny_quantized) as once, optkit.open_session(tiny_quantized) as each_time:
         np.testing.assert_array_equal(once.prefill(ids, lengths), each_time.prefill(ids, lengths))
-    assert sides._unpacked(tiny_quantized, None) == {"packed": False}
+        assert packed_modules(each_time) and not packed_modules(once)
+
+
+def packed_modules(session) -> list[str]:
+    return [name for name, module in session.model.named_modules() if isinstance(module, QuantLinear | QuantEmbedding)]
 
 
 def test_quantized_activations_stay_as_they_are(tiny_checkpoint, tmp_path):
     recipe = {"scheme": "w8a8", "embedding": "keep", "lm_head": "keep", "tied": "keep"}
     path = optkit.quantize(tiny_checkpoint, recipe, tmp_path / "q")
-    assert sides._unpacked(path, None) == {}
+    ids, lengths = np.array([[1, 40, 41, 42]]), np.array([4])
+    with sides.opened(path) as once, optkit.open_session(path) as each_time:
+        np.testing.assert_array_equal(once.prefill(ids, lengths), each_time.prefill(ids, lengths))
+        assert packed_modules(once) == packed_modules(each_time) != []
 
 
 def test_an_open_session_is_used_and_left_open(tiny_artifact):
