@@ -78,6 +78,8 @@ def quantize(
     report = progress or (lambda *_: None)
     report("opening checkpoint")
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    if source.gguf is not None:
+        source = source.dequantized()  # what a GGUF file has in blocks is often the only form of a model there is
     if source.quantization:
         raise UnsupportedError(f"{source.given}: is quantized already; give the floating-point checkpoint")
     method = load_method(section.method if section.max_kl is None else "mixed")
