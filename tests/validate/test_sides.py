@@ -12,7 +12,8 @@ def test_a_quantized_checkpoint_is_dequantized_once_and_gives_the_same_numbers(t
     ids, lengths = np.array([[1, 40, 41, 42]]), np.array([4])
     with sides.opened(tiny_quantized) as once, optkit.open_session(tiny_quantized) as each_time:
         np.testing.assert_array_equal(once.prefill(ids, lengths), each_time.prefill(ids, lengths))
-        assert packed_modules(each_time) and not packed_modules(once)
+        assert packed_modules(each_time)
+        assert not packed_modules(once)
 
 
 def packed_modules(session) -> list[str]:
