@@ -30,7 +30,7 @@ from optkit.scheme import QuantScheme, preset
 
 TARGETS = ("ort", "onnx", "tensorrt")
 DTYPES = ("fp32", "fp16", "bf16")
-METHODS = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant", "auto")
+METHODS = ("rtn", "gptq", "awq", "awq+gptq", "autoround", "smoothquant", "auto")
 TIED = ("share", "untie", "keep")
 
 

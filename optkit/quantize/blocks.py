@@ -56,12 +56,14 @@ class Options:
         importance: share of the calibration texts that token weights are found on; 0 weights all tokens alike.
         damping: of ``H``, relative to the mean of its diagonal.
         refits: rounds of scale refit and code descent after GPTQ.
+        steps: of learned rounding, for each block (learned.py).
     """
 
     smooth: tuple[float, ...] = ALPHAS
     importance: float = 0.0
     damping: float = 0.01
     refits: int = 0
+    steps: int = 0
 
 
 class Calibrated(Rtn):
@@ -116,9 +118,12 @@ class Calibrated(Rtn):
         self._weights = self._token_weights()
         model.free_outside()
         hidden = model.first_hidden
+        self._exact = self._copied(hidden) if self.options.steps else None
         for index in range(len(model.names)):
             self.progress("calibrating", index, len(model.names))
             with model.loaded(index) as block:
+                if self._exact is not None:
+                    self._advance(index, block, self._exact)
                 result = self.work.load_block(index)
                 if result is None:
                     result = self._solve_block(index, block, hidden)
@@ -127,11 +132,19 @@ class Calibrated(Rtn):
                     install(block, result)
                     self._advance(index, block, hidden)
         hidden.close()
+        if self._exact is not None:
+            self._exact.close()
         self.progress("calibrating", len(model.names), len(model.names))
 
     def _schemes(self, index: int) -> dict[str, QuantScheme]:
         block = self._model.names[index]
         return {name: self.plan.schemes[f"{block}.{name}"] for name in self._model.linears[index]}
+
+    def _copied(self, hidden: Activations) -> Activations:
+        copy = Activations(hidden.shape, self.work.directory / "exact.f32", self._model.budget)
+        for rows in self._model.rows:
+            copy.write(rows, hidden.read(rows))
+        return copy
 
     def _advance(self, index: int, block: nn.Module, hidden: Activations) -> None:
         with precision():
@@ -229,7 +242,13 @@ class Calibrated(Rtn):
                 kept, fact = guarded(weight, solved[name], held[leader])
                 result.weights[name] = kept
                 result.facts["layers"][name] = {**fact, "tokens": fit[leader].tokens}
+        if self.options.steps:
+            self.refine(index, block, hidden, result)
         return result
+
+    def refine(self, index: int, block: nn.Module, hidden: Activations, result: BlockResult) -> None:
+        """Improves the weights of a block together; ``block`` has its smoothed, unquantized weights."""
+        raise NotImplementedError
 
     def solve(
         self, weights: Mapping[str, Tensor], schemes: Mapping[str, QuantScheme], statistics: Statistics

@@ -111,8 +111,8 @@ class Call:
             "a decoder block gets no hidden states [B, S, D]: calibrated methods cannot follow it; use method rtn"
         )
 
-    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The block's output hidden states."""
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """The output hidden states of a block, or of a function that stands for it."""
         args = (hidden if value is _HIDDEN else value for value in self.args)
         kwargs = {key: hidden if value is _HIDDEN else value for key, value in self.kwargs.items()}
         output = block(*args, **kwargs)
@@ -286,7 +286,7 @@ class BlockModel:
             kwargs = {key: hidden if value is _HIDDEN else value for key, value in call.kwargs.items()}
             return isinstance(block(*args, **kwargs), tuple)
 
-    def run(self, index: int, block: nn.Module, batch: int, hidden: Tensor) -> Tensor:
+    def run(self, index: int, block: Callable[..., Any], batch: int, hidden: Tensor) -> Tensor:
         """Block ``index`` on the hidden states of batch number ``batch``: ``[b, S, D]`` -> ``[b, S, D]``."""
         return self._calls[batch][index].run(block, hidden)
 

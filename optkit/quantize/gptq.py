@@ -61,8 +61,9 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     raise VerificationError(f"H [{len(hessian)}] is not positive definite even with damping {damping * 10**step:g}")
 
 
-def gptq_codes(weight: Tensor, hessian: Tensor, grid: Grid, code_max: int, damping: float = DAMPING) -> Tensor:
-    """Codes ``[O, I]`` (float32) of ``weight [O, I]`` on a fixed ``grid`` under ``hessian [I, I]``."""
+def gptq_codes(weight: Tensor, hessian: Tensor, grid: Grid, code_max: int, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+    """Codes ``[O, I]`` (float32) of ``weight [O, I]`` on a fixed ``grid`` under ``hessian [I, I]``, and the weights as they
+    stood when they were rounded, ``[O, I]``."""
     inputs = weight.shape[1]
     group = inputs // grid.scale.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
@@ -76,9 +77,8 @@ def gptq_codes(weight: Tensor, hessian: Tensor, grid: Grid, code_max: int, dampi
         errors = _round_block(left, codes, upper, (scale, inverse, zero), code_max, start, stop)
         if stop < inputs:
             left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-    result = torch.empty_like(codes)
-    result[order] = codes
-    return result.T.contiguous()
+    back = torch.argsort(order)
+    return codes[back].T.contiguous(), left[back].T.contiguous()
 
 
 def _round_block(
@@ -101,6 +101,13 @@ def _round_block(
 def quantize_linear(
     weight: Tensor, scheme: QuantScheme, statistics: Statistics, damping: float = DAMPING, refits: int = 0
 ) -> QuantizedWeight:
+    """:func:`quantize_and_trace` without the second result."""
+    return quantize_and_trace(weight, scheme, statistics, damping, refits)[0]
+
+
+def quantize_and_trace(
+    weight: Tensor, scheme: QuantScheme, statistics: Statistics, damping: float = DAMPING, refits: int = 0
+) -> tuple[QuantizedWeight, Tensor]:
     """Quantizes ``weight [O, I]`` by GPTQ on a grid searched with ``diag(H)``; linears with one input may be stacked along
     ``O``.
 
@@ -109,19 +116,22 @@ def quantize_linear(
         damping: of ``H``, relative to the mean of its diagonal.
         refits: rounds of scale refit and code descent afterwards (rounding.py).
 
+    Returns:
+        The result, and the weights as they stood when they were rounded, ``[O, I]``.
+
     Raises:
         VerificationError: the statistics are not finite.
     """
     hessian = statistics.hessian
     importance = hessian.diagonal()
     if not statistics.tokens or float(importance.max()) == 0:
-        return rtn.quantize_linear(weight, scheme)
+        return rtn.quantize_linear(weight, scheme), weight
     _, grid = from_quantized(rtn.quantize_linear(weight, scheme, importance))
     storage = storage_dtype(grid.scale)
     grid = Grid(safe_scale(grid.scale, storage), grid.zero_point)
-    codes = gptq_codes(weight, hessian, grid, scheme.code_max, damping)
+    codes, latent = gptq_codes(weight, hessian, grid, scheme.code_max, damping)
     regular = damped(hessian, damping)
     for _ in range(refits):
         grid = rounding.refit_scales(weight, regular, codes, grid, storage)
         codes = rounding.descend_codes(weight, regular, codes, grid, scheme.code_max)
-    return to_quantized(codes, grid, scheme)
+    return to_quantized(codes, grid, scheme), latent

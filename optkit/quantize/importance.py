@@ -29,6 +29,7 @@ from optkit.quantize.capture import Activations, BlockModel, precision
 CAP = 20.0
 
 Weights = dict[str, Tensor]
+OUTPUT = "output"  # in the place of a linear's name: the block's own output
 
 
 def token_weights(
@@ -39,7 +40,8 @@ def token_weights(
     report: Callable[[int, int], None],
     seed: int = 0,
 ) -> list[Weights]:
-    """For each block, ``linear name -> w [n, S]`` (mean 1) on the first ``batches`` token batches.
+    """For each block, ``linear name -> w [n, S]`` (mean 1) on the first ``batches`` token batches, and the same of the block's
+    output under :data:`OUTPUT`.
 
     Args:
         model: after :meth:`BlockModel.note_calls`, with what is outside the blocks loaded.
@@ -75,7 +77,7 @@ def token_weights(
                 for batch, part in enumerate(rows)
             ]
             norms = {name: torch.cat([squares[name] for squares in found]) for name in found[0]}
-            result[index] = shared_weights(norms, groups(index, block))
+            result[index] = shared_weights(norms, [*groups(index, block), [OUTPUT]])
         inputs[index].close()
     gradient.close()
     return result
@@ -97,8 +99,10 @@ def _head_gradient(model: BlockModel, rows: slice, hidden: Tensor, generator: to
 def _block_gradient(
     model: BlockModel, index: int, block: nn.Module, batch: int, hidden: Tensor, gradient: Activations, rows: slice
 ) -> Weights:
-    """Squared output-gradient norms ``[b, S]`` of the block's linears; moves ``gradient`` to the block's input."""
+    """Squared output-gradient norms ``[b, S]`` of the block's linears and of the block; moves ``gradient`` to the block's
+    input."""
     outputs: dict[str, Tensor] = {}
+    incoming = gradient.read(rows)
 
     def hook(name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -114,13 +118,14 @@ def _block_gradient(
                 result = model.run(index, block, batch, hidden)
             names = [name for name, output in outputs.items() if output.requires_grad]
             found = torch.autograd.grad(
-                result, [hidden, *(outputs[name] for name in names)], gradient.read(rows).to(result.dtype), allow_unused=True
+                result, [hidden, *(outputs[name] for name in names)], incoming.to(result.dtype), allow_unused=True
             )
     finally:
         for handle in handles:
             handle.remove()
     gradient.write(rows, torch.zeros_like(hidden) if found[0] is None else found[0])
     squares = {name: g.float().square().sum(-1) for name, g in zip(names, found[1:], strict=True) if g is not None}
+    squares[OUTPUT] = incoming.square().sum(-1)
     return {name: value for name, value in squares.items() if value.shape == hidden.shape[:2]}
 
 

@@ -44,12 +44,18 @@ class Gptq(Calibrated):
         for scheme in dict.fromkeys(schemes[name] for name in weights):
             names = [name for name in weights if schemes[name] == scheme]
             stacked = torch.cat([weights[name] for name in names])
-            solved = self.quantize_stacked(stacked, scheme, statistics)
-            result |= zip(names, split_rows(solved, [len(weights[name]) for name in names]), strict=True)
+            solved, rounded = self.quantize_stacked(stacked, scheme, statistics)
+            sizes = [len(weights[name]) for name in names]
+            result |= zip(names, split_rows(solved, sizes), strict=True)
+            self.note_rounded(dict(zip(names, rounded.split(sizes), strict=True)))
         return result
 
-    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> QuantizedWeight:
-        return gptq.quantize_linear(weight, scheme, statistics, self.options.damping, self.options.refits)
+    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> tuple[QuantizedWeight, Tensor]:
+        """``weight [O, I]`` quantized, and the weights that were rounded, each as it stood when its turn came."""
+        return gptq.quantize_and_trace(weight, scheme, statistics, self.options.damping, self.options.refits)
+
+    def note_rounded(self, weights: dict[str, Tensor]) -> None:
+        """The second result of :meth:`quantize_stacked` by linear; for methods that go on from there."""
 
 
 class AwqGptq(Gptq):
@@ -63,5 +69,5 @@ class AwqGptq(Gptq):
 class Awq(AwqGptq):
     """``method: awq``: smooth, then round to nearest on a grid searched with ``diag(H)``."""
 
-    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> QuantizedWeight:
-        return rtn.quantize_linear(weight, scheme, statistics.diagonal if statistics.tokens else None)
+    def quantize_stacked(self, weight: Tensor, scheme: QuantScheme, statistics: Statistics) -> tuple[QuantizedWeight, Tensor]:
+        return rtn.quantize_linear(weight, scheme, statistics.diagonal if statistics.tokens else None), weight

@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "gptq": ("methods", "Gptq"),
     "awq": ("methods", "Awq"),
     "awq+gptq": ("methods", "AwqGptq"),
+    "autoround": ("autoround", "AutoRound"),
     "smoothquant": ("smoothquant", "SmoothQuant"),
     "auto": ("mixed", "Auto"),
     "mixed": ("mixed", "Mixed"),  # what ``max_kl`` asks for

@@ -56,11 +56,12 @@ def weights_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
+@pytest.mark.parametrize("method", ["awq+gptq", "autoround"])
 def test_a_killed_run_resumes_with_bit_identical_output(
-    checkpoint: Checkpoint, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, checkpoint: Checkpoint, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Public report: llm-compressor#2748: long runs that start again from nothing."""
-    whole = optkit.quantize(checkpoint, recipe(text), tmp_path / "whole")
+    whole = optkit.quantize(checkpoint, recipe(text, method), tmp_path / "whole")
     real = blocks.Calibrated._solve_block
     solved: list[int] = []
 
@@ -73,9 +74,9 @@ def test_a_killed_run_resumes_with_bit_identical_output(
 
     monkeypatch.setattr(blocks.Calibrated, "_solve_block", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        optkit.quantize(checkpoint, recipe(text), tmp_path / "resumed")
+        optkit.quantize(checkpoint, recipe(text, method), tmp_path / "resumed")
     assert not (tmp_path / "resumed").exists()
-    resumed = optkit.quantize(checkpoint, recipe(text), tmp_path / "resumed")
+    resumed = optkit.quantize(checkpoint, recipe(text, method), tmp_path / "resumed")
     assert solved == [0, -1, 1]
     assert weights_of(resumed) == weights_of(whole)
 

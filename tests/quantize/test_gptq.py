@@ -10,7 +10,7 @@ from torch import Tensor
 from optkit.checkpoint.affine import dequantize
 from optkit.errors import VerificationError
 from optkit.quantize import gptq, rtn
-from optkit.quantize.grid import codes_to_weight, from_quantized
+from optkit.quantize.grid import Grid, codes_to_weight, from_quantized
 from optkit.quantize.rounding import row_errors
 from optkit.quantize.statistics import Statistics
 from optkit.scheme import QuantScheme
@@ -48,13 +48,19 @@ def reference_gptq(weight: np.ndarray, hessian: np.ndarray, scale: np.ndarray, z
     return codes
 
 
+def rounded_codes(weight: torch.Tensor, grid: Grid, code_max: int) -> torch.Tensor:
+    at = torch.arange(weight.shape[1]) // (weight.shape[1] // grid.scale.shape[1])
+    return (weight / grid.scale[:, at] + grid.zero_point[:, at]).round().clamp(0, code_max)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=QuantScheme.describe)
 def test_codes_equal_the_reference_except_at_rounding_ties(scheme: QuantScheme) -> None:
     inputs = 160  # more than one block of columns
     weight = torch.randn(24, inputs, generator=torch.Generator().manual_seed(1))
     hessian = statistics_of(correlated(inputs)).hessian
     _, grid = from_quantized(rtn.quantize_linear(weight, scheme, hessian.diagonal()))
-    codes = gptq.gptq_codes(weight, hessian, grid, scheme.code_max)
+    codes, rounded = gptq.gptq_codes(weight, hessian, grid, scheme.code_max)
+    torch.testing.assert_close(codes, rounded_codes(rounded, grid, scheme.code_max))
     expected = reference_gptq(weight.numpy(), hessian.numpy(), grid.scale.numpy(), grid.zero_point.numpy(), scheme.code_max)
     rows_alike = (
         (codes.numpy() == expected).all(1).mean()
