@@ -26,6 +26,7 @@ BUILD_FILE = "build.json"
 PLAN_FILE = "engine.plan"
 MAX_BATCH = 4
 MAX_PREFILL = 512
+MIN_ROWS = 2  # of a profile's largest batch: a constant batch of 1 makes TensorRT-RTX store float16 weights twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class BuildPlan:
     """What to build from an artifact.
 
     Attributes:
-        max_batch: rows the engine takes, from 1 on.
+        max_batch: rows the engine takes, from 1 on; an engine for one row takes two (:data:`MIN_ROWS`).
         max_prefill: new tokens in one run; a longer prompt is read in pieces. At most the artifact's max_seq_len.
         options: of the builder.
     """
@@ -83,7 +84,8 @@ def artifact_profiles(directory: str | Path, plan: BuildPlan) -> tuple[Profile, 
     fresh = min(plan.max_prefill, graph.max_seq_len)
     if graph.rope_switch is not None and graph.rope_switch < graph.max_seq_len:
         fresh = graph.max_seq_len  # a row that crosses the switch is read again in one go
-    return solve_profiles(graph_inputs(path), max_seq_len=graph.max_seq_len, max_batch=plan.max_batch, max_prefill=fresh)
+    rows = max(plan.max_batch, MIN_ROWS)
+    return solve_profiles(graph_inputs(path), max_seq_len=graph.max_seq_len, max_batch=rows, max_prefill=fresh)
 
 
 def build_artifact(directory: str | Path, plan: BuildPlan | None = None, progress: Progress | None = None) -> EngineReport:
