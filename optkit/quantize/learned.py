@@ -29,7 +29,6 @@ from optkit.checkpoint.affine import QuantizedWeight, safe_scale
 from optkit.quantize.grid import Grid, from_quantized, storage_dtype, to_quantized
 
 SCALE_RATE = 0.1  # of the offsets' rate: factors on scales move within 1 ± 0.05
-SCALE_RANGE = 0.3
 
 
 @dataclass
@@ -61,9 +60,9 @@ class Linear:
         self.scheme = quantized.scheme
         codes, self.grid = from_quantized(quantized)
         self.shape = codes.shape
-        self.start = self._grouped(codes)
+        start = self._grouped(codes)
         zero, scale = self.grid.zero_point.unsqueeze(-1), self.grid.scale.unsqueeze(-1)
-        self.base = torch.minimum(torch.maximum(self._grouped(latent) / scale + zero, self.start - 0.499), self.start + 0.499)
+        self.base = torch.minimum(torch.maximum(self._grouped(latent) / scale + zero, start - 0.499), start + 0.499)
         self.offset = torch.zeros_like(self.base)
         self.factor = torch.ones_like(self.grid.scale)
         self.sign = scale.sign()
@@ -85,7 +84,7 @@ class Linear:
         gradient = self._grouped(gradient)
         centred = self.codes().sub_(self.grid.zero_point.unsqueeze(-1))
         by_scale = (centred.mul_(gradient)).sum(-1) * self.sign.squeeze(-1)
-        self.factor.sub_(by_scale.sign_(), alpha=rate * SCALE_RATE).clamp_(1 - SCALE_RANGE, 1 + SCALE_RANGE)
+        self.factor.sub_(by_scale.sign_(), alpha=rate * SCALE_RATE)
         self.offset.sub_(gradient.sign().mul_(self.sign), alpha=rate).clamp_(-0.5, 0.5)
 
     def result(self) -> QuantizedWeight:
