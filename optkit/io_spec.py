@@ -28,6 +28,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+#: the ONNX Runtime session option for graphs that multiply int8 by int8: on x86 CPUs without VNNI sums of two products
+#: otherwise saturate at 16 bits, which is wrong; without effect on other CPUs. It needs explicit zero points in the graph.
+EXACT_INT8 = ("session.x64quantprecision", "1")
+
 LAYOUTS = ("slots", "chunks", "scatter", "growing")
 
 INPUT_IDS = "input_ids"
@@ -104,6 +108,7 @@ class GraphSpec:
         max_seq_len: positions the graph supports (rotary tables, or the static cache length).
         rope_switch: length in tokens above which the model uses another rotary table for *all* positions (longrope): a session
             whose row grows past it re-reads the row's tokens in one prefill; ``None`` for every other model.
+        int8_activations: the graph multiplies int8 activations by int8 weights; see :data:`EXACT_INT8`.
     """
 
     layout: str
@@ -113,6 +118,7 @@ class GraphSpec:
     optional_logits_positions: bool = True
     rope_switch: int | None = None
     extra_inputs: tuple[str, ...] = field(default=())
+    int8_activations: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

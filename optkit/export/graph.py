@@ -175,6 +175,8 @@ def build_graph(
     report("prepare")
     skeleton, weights = hollow(checkpoint, dtype)
     prepared = trace.prepare(skeleton, weights, reference, layout, max_seq_len, target.table.fused_experts)
+    if any(scheme.activation_bits == 8 for scheme in checkpoint.quantization.values()):
+        prepared = dataclasses.replace(prepared, spec=dataclasses.replace(prepared.spec, int8_activations=True))
     report("trace")
     program = trace.capture(prepared)
     report("lower")

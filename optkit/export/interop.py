@@ -31,8 +31,9 @@ def genai_config(spec: GraphSpec, model: ModelSpec, file_name: str) -> dict[str,
     if len({(c.shape[1], c.shape[3]) for c in spec.caches}) != 1 or [c.layer for c in keys] != list(range(len(keys))):
         return None
     eos: Any = list(model.eos_token_ids) or [model.vocab_size - 1]
+    entries = dict([io_spec.EXACT_INT8]) if spec.int8_activations else {}
     decoder = {
-        "session_options": {"log_id": "optkit", "provider_options": []},
+        "session_options": {"log_id": "optkit", "provider_options": [], **entries},
         "filename": file_name,
         "head_size": keys[0].shape[3],
         "hidden_size": model.hidden_size,

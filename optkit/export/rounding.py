@@ -29,6 +29,7 @@ from torch import nn
 from optkit.checkpoint.affine import fake_quantize_inputs
 from optkit.checkpoint.quant_linear import QuantLinear
 from optkit.errors import VerificationError
+from optkit.io_spec import EXACT_INT8
 
 STEP = 1e-5  # of the largest output of a linear; float32 sums in another order give about 1e-6
 STEP_FLOAT16 = 2e-2
@@ -106,6 +107,7 @@ def check(path: Path, feeds: dict[str, np.ndarray], scales: Iterable[float]) -> 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    options.add_session_config_entry(*EXACT_INT8)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     values = dict(zip(names, session.run(names, feeds), strict=True))
     wanted = {np.float32(scale) for scale in scales}

@@ -25,7 +25,7 @@ from optkit.errors import VerificationError
 from optkit.export import rounding
 from optkit.export.segments import SegmentedSession, tensor_bytes
 from optkit.export.trace import PROMPT_LENGTHS, Reference
-from optkit.io_spec import GraphSpec
+from optkit.io_spec import EXACT_INT8, GraphSpec
 
 # Largest logit difference over the logits' range. float32: kernels that sum in another order, through 2 to 40 layers.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -58,6 +58,8 @@ def open_graph(path: Path, exact: bool) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    if rounding.rounded_activations(model):
+        options.add_session_config_entry(*EXACT_INT8)
     if exact:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     try:

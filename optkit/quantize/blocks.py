@@ -362,7 +362,7 @@ class Calibrated(Rtn):
 
 def guarded(weight: Tensor, solved: QuantizedWeight, held: Statistics) -> tuple[QuantizedWeight, dict[str, Any]]:
     """``solved``, or plain rounding where that has the smaller output error on held-out inputs."""
-    plain = round_to_nearest(weight, solved.scheme)
+    plain = dataclasses.replace(round_to_nearest(weight, solved.scheme), input_scale=solved.input_scale)
     hessian = held.hessian
     signal = float(row_errors(weight, hessian).sum())
     errors = {

@@ -88,7 +88,10 @@ def make_plan(checkpoint: Checkpoint, recipe: QuantizeRecipe) -> Plan:
 def _embedding_schemes(recipe: QuantizeRecipe, embedding: str, head: str, tied: str) -> dict[str, QuantScheme]:
     """Schemes of embedding and head. An embedding has no activations: of w8a8 it takes the weights' part, and so does what is
     one tensor with it."""
-    parts = {embedding: _weights_only(recipe.part(recipe.embedding)), head: recipe.part(recipe.lm_head)}
+    part = recipe.part(recipe.lm_head)
+    if part is not None and not part.dynamic_activations:  # the head is not calibrated, so it has no static scale either
+        part = _weights_only(part)
+    parts = {embedding: _weights_only(recipe.part(recipe.embedding)), head: part}
     if tied == "keep":
         return {}
     if tied == "share":

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optkit.checkpoint.affine import QuantizedWeight, dequantize, quantize, range_scale, safe_scale
+from optkit.errors import InputError
 from optkit.quantize.awq import RANGE, SCORED_ROWS, Smoothing, sample_rows
 from optkit.quantize.blocks import Calibrated, Options
 from optkit.quantize.linear_groups import Group
@@ -106,6 +107,12 @@ class SmoothQuant(Calibrated):
     def solve(
         self, weights: Mapping[str, Tensor], schemes: Mapping[str, QuantScheme], statistics: Statistics
     ) -> dict[str, QuantizedWeight]:
+        static = [n for n, s in schemes.items() if n in weights and s.activation_bits == 8 and not s.dynamic_activations]
+        if static and not statistics.tokens:
+            raise InputError(
+                f"no calibration token reached {', '.join(static)}, and a static input scale needs some: "
+                "calibrate on more text, or set dynamic_activations: true"
+            )
         return {name: quantize_linear(weight, schemes[name], statistics) for name, weight in weights.items()}
 
 

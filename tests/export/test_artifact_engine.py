@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +35,11 @@ from tests.runtime import standin
 ONE = EngineOptions(compute_capabilities=("8.6",))
 # float16 graph against float32 model over the logit range, ragged prompt and decode; 2e-3 measured for these models
 FLOAT16_OF_RANGE = 1e-2
-#: model families whose float16 and INT4 engines are built: 70 s on two cores
+#: model families whose float16, INT8 and INT4 engines are built
 FAMILIES = (
     "llama",
-    "llama_mqa",
     "mistral",
     "mixtral",
-    "qwen2",
     "qwen3",
     "granite",
     "glm",
@@ -49,9 +48,17 @@ FAMILIES = (
     "cohere",
     "phi3",
     "gpt2",
-    "gpt_neox",
     "opt",
 )
+
+#: and those with 8-bit activations as well: attention with rotary embeddings and without, experts
+INT8_ACTIVATIONS = ("llama", "gpt2", "mixtral")
+STATIC_W8A8: dict[str, Any] = {
+    "scheme": "w8a8",
+    "method": "smoothquant",
+    "dynamic_activations": False,
+    "calibration": {"source": "self", "samples": 4, "length": 48},
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +179,7 @@ def test_a_model_whose_rotary_table_switches_is_prefilled_in_one_go(copy: Path) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float16_and_int4_engines_are_built_for_many_families(
+def test_engines_of_all_widths_are_built_for_many_families(
     family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The export compares every graph with the model in ONNX Runtime before this; here it has to build, clean of findings."""
@@ -180,8 +187,11 @@ def test_float16_and_int4_engines_are_built_for_many_families(
     checkpoint = tiny.save(family, tmp_path / "hf")
     made: dict[str, Callable[[], Path]] = {
         "fp16": lambda: checkpoint,
+        "int8": lambda: quantize(checkpoint, out_dir=tmp_path / "int8", scheme="int8", method="rtn"),
         "int4": lambda: quantize(checkpoint, out_dir=tmp_path / "int4", scheme="int4", method="rtn", group_size=32),
     }
+    if family in INT8_ACTIVATIONS:
+        made["w8a8"] = lambda: quantize(checkpoint, out_dir=tmp_path / "w8a8", **STATIC_W8A8)
     for scheme, source in made.items():
         out = export(source(), out_dir=tmp_path / f"{scheme}-out", target="tensorrt", dtype="fp16")
         assert errors(lint(out / "model.onnx", capabilities=("8.6",))) == []

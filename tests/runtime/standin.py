@@ -48,6 +48,8 @@ class Engine:
         settings.intra_op_num_threads = 1
         settings.log_severity_level = 3
         settings.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(accuracy_level))
+        if any(node.op_type == "QuantizeLinear" for node in graph.node):
+            settings.add_session_config_entry(*io_spec.EXACT_INT8)
         self.session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         constants = {i.name for i in graph.initializer}
         self.ins = {v.name: v.type.tensor_type for v in graph.input if v.name not in constants}

@@ -108,7 +108,8 @@ def finish_ort(model: ir.Model, spec: GraphSpec, weights: Weights) -> ir.Model:
     cancel(model)
     passes.fuse_skip_norms(model.graph)
     passes.pack_siblings(model.graph)
-    int8.expand_linears(model.graph, wide=True)
+    if int8.expand_linears(model.graph, wide=True):
+        int8.explicit_zero_points(model.graph)
     return end(model)
 
 
@@ -119,9 +120,11 @@ def finish_standard(model: ir.Model, spec: GraphSpec, weights: Weights, symmetri
     portable.restore_tables(model.graph)
     portable.transpose_constants(model.graph, tied)
     passes.pack_siblings(model.graph)
-    int8.expand_linears(model.graph, wide=spec.layout != "scatter")
+    expanded = int8.expand_linears(model.graph, wide=spec.layout != "scatter")
     portable.spread_gathered_zero_points(model.graph, portable.gathered_groups(model.graph))
     portable.standard_quantized_linears(model.graph, symmetric_only)
+    if expanded:
+        int8.explicit_zero_points(model.graph)
     return end(model, required_positions=spec.layout == "scatter")
 
 

@@ -14,8 +14,8 @@ ONNX Runtime makes ``MatMulIntegerToFloat`` of the pattern: products of int8 and
 core (EPYC with VNNI), ``[1, 576] · [576, 1536]``: 39 µs this way, 33 µs ``MatMulNBits`` at accuracy level 4, 83 µs float32;
 for 128 rows 0.91, 1.57 and 2.27 ms. ``MatMulNBits`` is not used, though it is quicker for one token: it rounds activations by
 block, which is not what the checkpoint says. ``MatMulInteger`` of signed inputs is 20 to 50 times slower than either. On x86
-CPUs without VNNI, ONNX Runtime's kernel for these types saturates sums of two products at 16 bits; its session option
-``session.x64quantprecision`` = 1 avoids that.
+CPUs without VNNI, ONNX Runtime's kernel for these types saturates sums of two products at 16 bits; the session option
+:data:`optkit.io_spec.EXACT_INT8` avoids that, and every session of ours sets it.
 
 The table emits ``Int8Linear``, an operator of nobody, which :func:`expand_linears` takes apart after siblings are packed.
 """
@@ -144,6 +144,29 @@ class Expander:
         out = self.emit(node, "DequantizeLinear", arguments, like, f"{base}.weight", axis=1)
         out.shape = ir.Shape([width, rows])
         return out
+
+
+def explicit_zero_points(graph: ir.Graph) -> int:
+    """Zeros for the int8 weights without zero points of a graph that multiplies int8 by int8; returns how many got some.
+
+    ONNX Runtime rewrites *all* int8 weights of such a graph for CPUs without VNNI, and makes a scalar of the wrong shape where
+    no zero point is given. The zeros are not shared, because it changes them in place.
+    """
+    nodes = [node for node in graph if node.op_type == "DequantizeLinear" and len(node.inputs) == 2]
+    count = 0
+    for node in nodes:
+        codes, scale = node.inputs
+        assert codes is not None
+        assert scale is not None
+        if codes.const_value is None or codes.const_value.dtype != ir.DataType.INT8:
+            continue
+        shape = tuple(int(n) for n in scale.const_value.shape)  # type: ignore[union-attr, arg-type]
+        name = f"{codes.name}.zeros"
+        zeros = lazy(lambda shape=shape: np.zeros(shape, np.int8), ir.DataType.INT8, shape, name)  # type: ignore[misc]
+        node.resize_inputs(3)
+        node.replace_input_with(2, initializer(graph, name, zeros))
+        count += 1
+    return count
 
 
 _CONSTANTS = (("steps", STEPS), ("tiny", TINY), ("one", 1.0))

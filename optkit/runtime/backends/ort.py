@@ -35,7 +35,7 @@ import onnxruntime
 
 from optkit import manifest
 from optkit.errors import ArtifactError, EngineError, UnsupportedError
-from optkit.io_spec import GraphSpec
+from optkit.io_spec import EXACT_INT8, GraphSpec
 from optkit.manifest import ModelSpec
 from optkit.runtime.backends._foreign import foreign_graph, foreign_model
 from optkit.runtime.backends._growing import GrowingCache
@@ -79,7 +79,7 @@ def open_backend(
     directory = Path(path)
     model_file, graph, spec, target = _described(directory, chunks)
     providers = with_options(providers_for(device, target), provider_options)
-    engine = _load(directory / model_file, providers, threads, spin, profile)
+    engine = _load(directory / model_file, providers, threads, spin, profile, graph is not None and graph.int8_activations)
     if device is not None:
         check_loaded(engine, first_of(providers), str(directory))
     if graph is None:
@@ -195,13 +195,15 @@ def _described(directory: Path, chunks: bool) -> tuple[str, GraphSpec | None, Mo
 
 
 def _load(
-    path: Path, providers: list[Any], threads: int | None, spin: bool, profile: str | None
+    path: Path, providers: list[Any], threads: int | None, spin: bool, profile: str | None, exact_int8: bool = False
 ) -> onnxruntime.InferenceSession:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads or available_cpus()
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    if exact_int8:
+        settings.add_session_config_entry(*EXACT_INT8)
     if not spin:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if profile:
