@@ -28,7 +28,7 @@ import yaml
 from optkit.errors import RecipeError, nearest
 from optkit.scheme import QuantScheme, preset
 
-TARGETS = ("ort", "onnx", "tensorrt")
+TARGETS = ("ort", "onnx", "tensorrt", "gguf")
 DTYPES = ("fp32", "fp16", "bf16")
 METHODS = ("rtn", "gptq", "awq", "awq+gptq", "autoround", "smoothquant", "auto")
 TIED = ("share", "untie", "keep")
@@ -115,7 +115,8 @@ class QuantizeRecipe:
 class ExportRecipe:
     """The ``export`` section.
 
-    target: ``ort`` (ONNX Runtime's fused ops), ``onnx`` (standard operators only), ``tensorrt``.
+    target: ``ort`` (ONNX Runtime's fused ops), ``onnx`` (standard operators only), ``tensorrt``, ``gguf`` (a file
+        for llama.cpp).
     dtype: of activations, caches and unquantized weights.
     max_seq_len: positions the artifact supports; empty takes the model's own, at most 8192.
     accuracy_level: of ORT's MatMulNBits: 1 computes in fp32, 4 rounds activations to int8 per block (faster).

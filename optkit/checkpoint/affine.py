@@ -166,6 +166,13 @@ def row_parts(quantized: QuantizedWeight, rows: int) -> Iterator[QuantizedWeight
         yield replace(quantized, codes=quantized.codes[part], scale=quantized.scale[part], zero_point=zero_point, shift=shift)
 
 
+def take_rows(quantized: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    """The rows ``order`` (int64) of a quantized matrix."""
+    zero_point = None if quantized.zero_point is None else quantized.zero_point[order]
+    shift = None if quantized.shift is None else quantized.shift[order]
+    return replace(quantized, codes=quantized.codes[order], scale=quantized.scale[order], zero_point=zero_point, shift=shift)
+
+
 def fake_quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> Tensor:
     """``dequantize(quantize(weight))`` in ``weight``'s dtype."""
     return dequantize(quantize(weight, scale, zero_point, scheme), weight.dtype)

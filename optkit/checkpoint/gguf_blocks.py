@@ -1,4 +1,4 @@
-"""GGUF's blocks as codes and scales, bit for bit.
+"""GGUF's blocks as codes and scales, bit for bit, and codes and scales as blocks.
 
 Every block type below is affine: a weight is ``code * scale + offset`` with one scale (and offset) for 16 or 32 consecutive
 inputs, so each is a scheme of optkit's and nothing is rounded again. What does not fill a 4-bit code (5 and 6 bits, IQ4's
@@ -21,6 +21,8 @@ IQ4_NL    w8 g32 sym                   d·level[q]               d f16, 16 bytes
 IQ4_XS    w8 g32 sym                   d·(s-32)·level[q]        d f16, u16 + 4 bytes of 6-bit s, 128 bytes
 ========= ============================ ======================== =====================================================
 
+Written are Q4_0, Q4_1 and Q8_0 (:func:`to_blocks`): the same codes, each group's scale once for every 32 inputs.
+
 Source: the block structures of ggml (``ggml-common.h``) and the ``gguf`` package, which the tests compare with.
 """
 
@@ -34,6 +36,7 @@ import torch
 
 from optkit.checkpoint.affine import QuantizedWeight, split_offset
 from optkit.checkpoint.gguf_file import TYPES
+from optkit.errors import UnsupportedError
 from optkit.scheme import QuantScheme
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [N, E] uint8, scale [N, S] f32, offset [N, S] f32
@@ -187,3 +190,58 @@ def quantized_blocks(data: np.ndarray, kind: str) -> QuantizedWeight:
     offsets = torch.from_numpy(np.ascontiguousarray(offset).reshape(rows, -1))
     zero_point, shift = split_offset(scales, offsets, block.scheme.code_max)
     return QuantizedWeight(whole, scales, zero_point, block.scheme, shift=shift)
+
+
+BLOCK = 32  # inputs of a block of the types that are written
+
+
+def block_type(scheme: QuantScheme, inputs: int) -> str:
+    """The block type that holds a scheme's codes.
+
+    Args:
+        scheme: of the weights.
+        inputs: ``in_features``.
+
+    Raises:
+        UnsupportedError: none does; says why.
+    """
+    kind = {(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"}.get((scheme.num_bits, scheme.symmetric))
+    if kind is None:
+        raise UnsupportedError("GGUF has no blocks of 8 bits with zero points: quantize with symmetric: true")
+    if scheme.activation_bits == 8:
+        raise UnsupportedError("GGUF holds weights only, and these have calibrated 8-bit activations: use w8a16 or w4a16")
+    size = scheme.group_size or inputs
+    if size % BLOCK:
+        raise UnsupportedError(f"GGUF shares a scale between {BLOCK} inputs, and groups of {size} are no multiple of that")
+    return kind
+
+
+def to_blocks(quantized: QuantizedWeight) -> tuple[np.ndarray, int]:
+    """Codes and scales as blocks of :func:`block_type`, the inverse of :func:`quantized_blocks`.
+
+    Returns:
+        uint8 ``[O, bytes of a row]``, and how many scales and offsets float16 did not hold exactly: an offset ``-z * s`` can
+        have a bit too many, which moves the weights of its group by at most 2**-12 of the offset.
+
+    Raises:
+        UnsupportedError: no block type holds it, or a scale is beyond float16.
+    """
+    scheme, (rows, inputs) = quantized.scheme, quantized.codes.shape
+    kind = block_type(scheme, inputs)
+    repeats = (scheme.group_size or inputs) // BLOCK
+    scale = quantized.scale.float()
+    parts = [scale]
+    if quantized.zero_point is not None:
+        offset = -quantized.zero_point.float() * scale
+        parts.append(offset + (0.0 if quantized.shift is None else quantized.shift))  # + 0.0: no negative zero
+    halves = [part.half() for part in parts]
+    if not all(bool(half.isfinite().all()) for half in halves):
+        raise UnsupportedError("a scale is larger than float16 holds, which is what GGUF stores scales in")
+    rounded = sum(int((half.float() != part).sum()) for half, part in zip(halves, parts, strict=True))
+    heads = [half.repeat_interleave(repeats, 1).numpy().reshape(-1, 1).view(np.uint8) for half in halves]
+    codes = quantized.codes.numpy().reshape(-1, BLOCK)
+    if kind == "Q8_0":
+        body = codes ^ np.uint8(0x80)  # unsigned codes -> int8
+    else:
+        body = codes[:, : BLOCK // 2] | (codes[:, BLOCK // 2 :] << np.uint8(4))
+    return np.concatenate([*heads, body], 1).reshape(rows, -1), rounded

@@ -79,6 +79,8 @@ READ = {
     "qwen2": Layout("qwen2"),
     "qwen3": Layout("qwen3"),
 }
+#: Hugging Face's ``model_type`` -> the layout such a model is written in
+WRITTEN = {"llama": READ["llama"], "mistral": READ["llama"], "qwen2": READ["qwen2"], "qwen3": READ["qwen3"]}
 
 
 def file_rows(rows: int, heads: int) -> Tensor:

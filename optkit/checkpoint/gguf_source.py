@@ -9,14 +9,13 @@ Config and tokenizer are made by transformers from the file's metadata (gguf_sup
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.affine import QuantizedWeight
+from optkit.checkpoint.affine import QuantizedWeight, take_rows
 from optkit.checkpoint.gguf_blocks import BLOCKS, quantized_blocks
 from optkit.checkpoint.gguf_file import GgufFile
 from optkit.checkpoint.gguf_layout import READ, Layout, hf_rows
@@ -122,12 +121,7 @@ class Gguf(Packed):
         name = f"{module}.weight"
         quantized = quantized_blocks(self._gguf.file.blocks(self._gguf.own(name).name), self._gguf.kind(name))
         order = self._gguf.rows(name)
-        if order is None:
-            return quantized
-        zero_point, shift = (None if part is None else part[order] for part in (quantized.zero_point, quantized.shift))
-        return replace(
-            quantized, codes=quantized.codes[order], scale=quantized.scale[order], zero_point=zero_point, shift=shift
-        )
+        return quantized if order is None else take_rows(quantized, order)
 
 
 def config_changes(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from optkit.checkpoint.model import Checkpoint, open_checkpoint
 from optkit.errors import UsageError
 from optkit.export.artifact_engine import BuildPlan, build_artifact, write_build_file
 from optkit.export.engine import EngineOptions
+from optkit.export.gguf import write_gguf
 from optkit.export.graph import write_graph
 from optkit.export.interop import write_genai_config
 from optkit.export.profiles import parse_capabilities
@@ -55,7 +56,10 @@ def export(
     report("open")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with staged_directory(out_dir) as staging:
-        facts = write_graph(opened, settings, staging, report)
+        if settings.target == "gguf":
+            facts = write_gguf(opened, settings, staging, report)
+        else:
+            facts = write_graph(opened, settings, staging, report)
         opened.copy_support_files(staging)
         if settings.target == "ort":
             spec = GraphSpec.from_dict(facts["graph"])

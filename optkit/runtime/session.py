@@ -23,7 +23,7 @@ BACKENDS = {
     "trt": ("optkit.runtime.backends.trt", "gpu"),
     "torch": ("optkit.runtime.backends.torch_ref", "quantize"),
 }
-BACKEND_OF_TARGET = {"ort": "ort", "onnx": "ort", "tensorrt": "trt"}
+BACKEND_OF_TARGET = {"ort": "ort", "onnx": "ort", "tensorrt": "trt", "gguf": "torch"}
 
 
 def open_session(path: str | Path, backend: str | None = None, threads: int | None = None, **options: Any) -> Session:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from optkit import manifest
 from optkit.checkpoint.model import open_checkpoint
 from optkit.errors import EngineError, UsageError, nearest
 from optkit.runtime.base import Ids, Logits, Session
@@ -41,7 +42,7 @@ ONE_PIECE = 2**31  # tokens: a prompt is never split
 def open_backend(
     path: str | Path, threads: int | None = None, limits: SessionLimits | None = None, dtype: str = "fp32", packed: bool = True
 ) -> TorchSession:
-    """Loads a HF directory, hub id, GGUF file or quantized checkpoint.
+    """Loads a HF directory, hub id, GGUF file, quantized checkpoint, or an artifact of target ``gguf``.
 
     Args:
         path: the checkpoint.
@@ -54,9 +55,20 @@ def open_backend(
         raise UsageError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}{nearest(dtype, tuple(DTYPES))}")
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(_model_file(path))
     model = checkpoint.load(dtype=DTYPES[dtype], packed=packed)
     return TorchSession(model, checkpoint.spec, checkpoint.directory, limits or SessionLimits())
+
+
+def _model_file(path: str | Path) -> str | Path:
+    """The GGUF file of an artifact that is one; else ``path``."""
+    if not (Path(path) / manifest.FILE_NAME).is_file():
+        return path
+    read = manifest.read_manifest(path)
+    if read.kind != "artifact" or read.facts.get("target") != "gguf":
+        return path
+    manifest.check_files(Path(path), read)
+    return Path(path) / str(read.facts["model_file"])
 
 
 class TorchSession(Session):
