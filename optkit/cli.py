@@ -21,7 +21,7 @@ import optkit
 from optkit import _console
 from optkit._options import limits as parse_limits
 from optkit._options import merge, prompt_text, quantize_section, sampling
-from optkit.errors import OptkitError, ParityError, UsageError
+from optkit.errors import OptkitError, ParityError, UsageError, storage_errors
 from optkit.recipe import (
     DTYPES,
     METHODS,
@@ -371,15 +371,29 @@ def generate(artifact: str, as_json: bool, stats: bool, backend: str | None, thr
 )
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds that do not count.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows that run together.")
+@click.option("--compare", "others", multiple=True, metavar="ARTIFACT", help="Measure this one in turns with it; repeatable.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="NAME=LIST",
+    help="Several amounts of work: batch=1,4,8, prompt_tokens=64,512, new_tokens=..., concurrency=1,4,8; repeatable.",
+)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write decode speed as an SVG chart here.")
 @backend_option
 @threads_option
 @json_option
 @common
-def bench(artifact: str, as_json: bool, **options: Any) -> None:
+def bench(
+    artifact: str, as_json: bool, others: tuple[str, ...], sweeps: tuple[str, ...], plot: Path | None, **options: Any
+) -> None:
     """Measure ARTIFACT: load time, time to first token, inter-token latency, tokens/s, memory."""
     from optkit.runtime.bench import bench as measure
     from optkit.runtime.bench import rows
 
+    if others or sweeps or plot:
+        _compare((artifact, *others), as_json, sweeps, plot, options)
+        return
     with _progress() as progress:
         result = measure(artifact, progress=progress, **options)
     if as_json:
@@ -390,6 +404,30 @@ def bench(artifact: str, as_json: bool, **options: Any) -> None:
             head=("measure", "value"),
             title=f"{artifact}: {options['prompt_tokens']} + {options['new_tokens']} tokens",
         )
+
+
+def _compare(
+    artifacts: tuple[str, ...], as_json: bool, sweeps: tuple[str, ...], plot: Path | None, options: dict[str, Any]
+) -> None:
+    """Several artifacts or amounts of work, in turns."""
+    from optkit.runtime.compare import HEAD, Point, compare, points, rows
+    from optkit.validate.plots import bars, standalone
+
+    work = points(Point(options.pop("prompt_tokens"), options.pop("new_tokens"), options.pop("batch")), sweeps)
+    with _progress() as progress:
+        result = compare(artifacts, work, progress=progress, **options)
+    table = rows(result)
+    if plot is not None:
+        speeds = [f["decode_tokens_per_second"] for p in result["points"] for f in p["artifacts"]]
+        items = [(f"{row[1]}, {row[0]}" if len(artifacts) > 1 else row[0], v) for row, v in zip(table, speeds, strict=True)]
+        with storage_errors(plot):
+            plot.write_text(standalone(bars(items, "tokens/s", "decode speed", left=200)), encoding="utf-8")
+    if as_json:
+        _console.print_json(result)
+        return
+    _console.print_table(table, head=HEAD, title=f"medians of {result['rounds']} rounds, in turns")
+    ends = [(d["artifact"], f"{d['load_ms']:.0f} ms", f"{d['peak_rss_bytes'] / 1e6:.0f} MB") for d in result["artifacts"]]
+    _console.print_table(ends, head=("artifact", "load", "peak memory"))
 
 
 @cli.command()

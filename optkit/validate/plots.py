@@ -125,9 +125,24 @@ def histogram(values: Sequence[float], x_title: str, y_title: str, title: str, b
     return frame.done()
 
 
-def bars(items: Sequence[tuple[str, float]], x_title: str, title: str, digits: int = 4, largest: float | None = None) -> str:
-    """Horizontal bars from 0 with the value at their end; items are ``(label, value)``."""
-    row, top, left, right = 38, 6, 96, 76
+def standalone(svg: str) -> str:
+    """A chart as a file of its own: with the namespace, and with colours that pages otherwise give."""
+    style = "text{font:12px sans-serif;fill:#333}.bar{fill:#2a6fb0}.b1{fill:#d9822b}.line{fill:none;stroke:#2a6fb0}"
+    return (
+        svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f"><style>{style}</style>", 1) + "\n"
+    )
+
+
+def bars(
+    items: Sequence[tuple[str, float]],
+    x_title: str,
+    title: str,
+    digits: int = 4,
+    largest: float | None = None,
+    left: int = 96,
+) -> str:
+    """Horizontal bars from 0 with the value at their end; items are ``(label, value)``; ``left`` units are for labels."""
+    row, top, right = 38, 6, 76
     height = top + row * len(items) + 26
     span = largest if largest is not None else max([v for _, v in items if math.isfinite(v)], default=1.0) or 1.0
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img"><title>{html.escape(title)}</title>']
