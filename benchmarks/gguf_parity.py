@@ -2,10 +2,10 @@
 
     python benchmarks/gguf_parity.py DIR... --python /path/to/venv/with/llama-cpp-python/bin/python
 
-Each DIR is an artifact of target ``gguf``. optkit continues a prompt greedily (in torch); llama.cpp then reads the same tokens, and
-its logits at every position are compared with ours: KL in nats, top-1 agreement, and how far apart the two choices were where
-they differ. llama.cpp rounds activations to 8 bits in front of quantized weights, so only floating-point files agree closely. Its
-tokenizer is compared with the checkpoint's on a text made to be difficult.
+Each DIR is an artifact of target ``gguf``. optkit continues a prompt greedily (in torch); llama.cpp then reads the same tokens,
+and its logits at every position are compared with ours: KL in nats, top-1 agreement, and how far apart the two choices were
+where they differ. llama.cpp rounds activations to 8 bits in front of quantized weights, so only floating-point files agree
+closely. Its tokenizer is compared with the checkpoint's on a text made to be difficult.
 """
 
 from __future__ import annotations
